@@ -199,8 +199,8 @@ class Rollout:
                 returns[i] += reward
                 if not (terminated or truncated):
                     end = "" if answer[-1] == tokenizer.eos_token_id else tokenizer.eos_token
-                    frame = f"{end}\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
-                    between = tokenizer.encode(frame)
+                    delimited = f"{end}\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
+                    between = tokenizer.encode(delimited)
                     completions[i] += between
                     masks[i] += [0] * len(between)
                     still.append(i)

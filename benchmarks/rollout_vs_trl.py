@@ -159,9 +159,9 @@ class RereadingRollout:
                 )
                 returns[i] += reward
                 if not terminated:
-                    frame = _frame_ids(tokenizer, observation)
-                    completions[i] += frame
-                    masks[i] += [0] * len(frame)
+                    delimited = _delimited(tokenizer, observation)
+                    completions[i] += delimited
+                    masks[i] += [0] * len(delimited)
                     still.append(i)
             active = still
         self.episodes = [(sum(mask), len(p) + len(c)) for mask, p, c in zip(masks, prompts, completions)]
@@ -179,7 +179,7 @@ def _first_ids(tokenizer: Any, observation: str) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def _frame_ids(tokenizer: Any, observation: str) -> list[int]:
+def _delimited(tokenizer: Any, observation: str) -> list[int]:
     return tokenizer.encode(f"{END_OF_TURN}\n<|im_start|>user\n{observation}{END_OF_TURN}\n<|im_start|>assistant\n")
 
 
@@ -271,7 +271,7 @@ def compare(workload: Workload, model: Path, repetitions: int) -> dict[str, Any]
     for repetition in range(repetitions):
         ours.append(time_ours(workload, model))
         trl.append(time_trl(workload, model))
-        one, other = ours[-1], trl[-1]  # all tokens may differ by the frames of a turn
+        one, other = ours[-1], trl[-1]  # all tokens may differ by the delimiters of a turn
         if one.action_tokens != other.action_tokens or abs(one.tokens / other.tokens - 1) > 0.02:
             raise RuntimeError(f"Unequal work: {ours[-1]} and {trl[-1]}.")
         print(

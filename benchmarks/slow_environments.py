@@ -1,7 +1,7 @@
 """Measures how well slow environments overlap: 64 episodes of 8 turns, with 50 ms of sleep a step (``make bench``).
 
 With full overlap a rollout takes as long as the sleeps of one episode: 8 x 50 ms. A scripted generator answers at once, so
-the time is that of the environments and of the rollout loop with its real chat frames. A second measurement has one
+the time is that of the environments and of the rollout loop with its real chat renderer. A second measurement has one
 environment of 64 that hangs, which must not delay the others.
 """
 

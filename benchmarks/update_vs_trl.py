@@ -55,7 +55,7 @@ PAGE = ROOT / "docs/performance.md"
 PICTURE = ROOT / "docs/images/update_cost.png"
 EPISODES, GROUP, TURNS = 16, 8, 8
 PROMPT, ACTION, OBSERVATION = 70, 32, 70
-"""Tokens of a first prompt, of an answer, and of an observation with its frame."""
+"""Tokens of a first prompt, of an answer, and of an observation in its turn delimiters."""
 LONG_PROMPT, LONG_ANSWER = 1024, 256
 DEVICE = "cpu"
 """Device of all sides; ``cuda`` with ``--shape``, if there is one."""

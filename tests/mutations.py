@@ -2130,8 +2130,9 @@ MUTATIONS = [
         TEMPLATES,
     ),
     Mutation(
-        "a frame may differ from turn to turn", "rollout/chat/template_check.py",
-        "frame = rendered[len(kept) :] if frame is None else frame", "frame = rendered[len(kept) :]", TEMPLATES,
+        "turn delimiters may differ from turn to turn", "rollout/chat/template_check.py",
+        "delimited = rendered[len(kept) :] if delimited is None else delimited",
+        "delimited = rendered[len(kept) :]", TEMPLATES,
     ),
     Mutation(
         "thinking is never sampled", "rollout/chat/template_check.py",

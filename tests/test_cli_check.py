@@ -143,7 +143,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     chat = ChatRenderer(tokenizer)
     answer = len(tokenizer.encode("yes")) + 1
     prompt = len(chat.first("Question 1?"))
-    whole = prompt + 2 * answer + len(chat.frame("Another?", tokenizer.eos_token_id))
+    whole = prompt + 2 * answer + len(chat.delimited("Another?", tokenizer.eos_token_id))
     assert (
         f"an answer has {answer:.1f}, at most {answer} (max_new_tokens=8); a first prompt at most {prompt}; "
         f"an episode at most {whole} (max_model_length=4096)"
@@ -518,7 +518,7 @@ def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
     ]
     tree = {tuple(ids[: n + 1]) for ids in (first, *pages) for n in range(len(ids))}
     computed = len(tree) + 4 * answer
-    grown = len(first) + 4 * answer + sum(len(chat.frame(f"Page {n}.", tokenizer.eos_token_id)) for n in (1, 2, 3))
+    grown = len(first) + 4 * answer + sum(len(chat.delimited(f"Page {n}.", tokenizer.eos_token_id)) for n in (1, 2, 3))
     expected = (
         f"of the turns 75% because of the history. An episode has {computed} tokens to compute, {computed / grown:.2f} "
         f"times the {grown} of a conversation that only grows"

@@ -68,7 +68,7 @@ def test_words_of_the_texts_become_single_tokens() -> None:
     assert len(make_tokenizer().encode("Minesweeper reveals flags")) > 6
 
 
-def test_frame_and_answer_are_tokenized_apart_whatever_the_texts_held() -> None:
+def test_observation_and_answer_are_tokenized_apart_whatever_the_texts_held() -> None:
     """An answer's ids must not depend on what stands before it, nor numbers on which numbers were seen."""
     tokenizer = make_tokenizer(["assistant\n\nassistant\n\n2048 2048\n\n7\n\n"] * 10)
     for answer in ("\n\n", "\nassistant", " 7", "2048", "7 2048"):
@@ -96,7 +96,7 @@ def test_template_is_chatml(tokenizer) -> None:
 
 
 def test_supervised_tokens_are_what_a_rollout_samples(tokenizer) -> None:
-    """Prompt, sampled answer, frame, sampled answer: pieced together, they are the ids and the mask SFT trains on."""
+    """Prompt, sampled answer, observation, sampled answer: pieced together, they are the ids and the mask SFT trains on."""
     rendered = tokenizer.apply_chat_template(GAME, return_dict=True, return_assistant_tokens_mask=True)
     newline = tokenizer.encode("\n")
     ids, mask = [], []

@@ -1,4 +1,4 @@
-"""Defines an episode: its seeds and row, its limits, and the chat frames that it is held in."""
+"""Defines an episode: its seeds and row, its limits, and the interface of the chat renderer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agile_trainers.types import Message
 
 
 class Chat(Protocol):
-    """Interface of chat frames that the loop uses; see :class:`agile_trainers.rollout.chat.renderer.ChatRenderer`."""
+    """Interface of a chat renderer, as the loop uses it; see :class:`agile_trainers.rollout.chat.renderer.ChatRenderer`."""
 
     eos_token_ids: list[int]
     """Ids that end an answer."""
@@ -31,7 +31,7 @@ class Chat(Protocol):
         self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
     ) -> bool: ...
 
-    def frame(self, observation: Observation, last_action_id: int) -> list[int]: ...
+    def delimited(self, observation: Observation, last_action_id: int) -> list[int]: ...
 
     def decode(self, action_ids: list[int]) -> str: ...
 

@@ -277,7 +277,7 @@ class SteppedRollout:
         observation, reward, terminated, truncated, info = validate_step(outcome.value)
         _check_return(reward, episode)
         observation = _cut(observation, episode)
-        frame = [] if terminated else self._chat.frame(observation, episode.paths[-1][-1])
+        delimited = [] if terminated else self._chat.delimited(observation, episode.paths[-1][-1])
         turn = episode.turns[-1]
         turn.observation, turn.reward, turn.info = observation, reward, info
         episode.context += as_messages(observation)
@@ -288,24 +288,24 @@ class SteppedRollout:
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:
-            self._propose(outcome.episode, episode, frame)
+            self._propose(outcome.episode, episode, delimited)
             return
-        if not terminated and self._append_final_observation and episode.room >= len(frame):
-            episode.paths[-1] += frame
+        if not terminated and self._append_final_observation and episode.room >= len(delimited):
+            episode.paths[-1] += delimited
 
-    def _propose(self, index: int, episode: _Episode, frame: Sequence[int] = ()) -> None:
+    def _propose(self, index: int, episode: _Episode, delimited: Sequence[int] = ()) -> None:
         """Go on with the context, or with what it is rewritten to.
 
         Args:
             index: The episode's.
             episode: The episode.
-            frame: What would be appended to the conversation.
+            delimited: What would be appended to the conversation.
         """
         history = self._histories.get(episode.spec.environment)
         if history is full or (history is None and not self._pool.rewrites(index)):
-            self._show(episode, episode.context, frame=frame)
+            self._show(episode, episode.context, delimited=delimited)
             return
-        tokens = len(episode.paths[-1]) + len(frame) if episode.paths else len(self._chat.first(episode.context))
+        tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self._chat.first(episode.context))
         context = Context(episode.context, episode.first, tokens, episode.limits.max_model_length)
         if history is None:
             self._pool.context(index, context)
@@ -317,7 +317,7 @@ class SteppedRollout:
             self._show(episode, messages, name)
 
     def _show(
-        self, episode: _Episode, messages: Any, source: str | None = None, frame: Sequence[int] | None = None
+        self, episode: _Episode, messages: Any, source: str | None = None, delimited: Sequence[int] | None = None
     ) -> None:
         """Let the model answer a context: of the conversation, if that only goes on, else of a new one.
 
@@ -325,7 +325,7 @@ class SteppedRollout:
             episode: The episode.
             messages: The context.
             source: What rewrote it; None if nothing did.
-            frame: What the conversation goes on with, if that is known.
+            delimited: What the conversation goes on with, if that is known.
         """
         question = issubclass(type(messages), Question)  # whatever it says of its class
         if source is not None:
@@ -363,12 +363,12 @@ class SteppedRollout:
             if not self._chat.goes_on(before, roles, path[last.place :], said):
                 fork = Fork.TEMPLATE
         if fork is None:
-            frame = self._chat.frame(said, path[-1]) if frame is None or not unchanged else frame
-            room = episode.room - len(frame)
+            delimited = self._chat.delimited(said, path[-1]) if delimited is None or not unchanged else delimited
+            room = episode.room - len(delimited)
             if room < 1:
                 episode.stop_reason = StopReason.CONTEXT_FULL
             if room >= 1 or (self._append_final_observation and room == 0):
-                path += frame
+                path += delimited
         else:
             episode.begin(messages, self._chat.first(messages, sampled=True))
             if episode.room < 1:

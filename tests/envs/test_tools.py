@@ -215,11 +215,11 @@ def test_a_template_that_lists_the_tools_itself() -> None:
     """Qwen's template, given the schemas, with results as tool messages: nothing is announced twice."""
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text(encoding="utf-8")
     made = environment(announce="no", result_role="tool")
-    frames = ChatRenderer(TOKENIZER, chat_template=template, chat_template_kwargs={"tools": made.schemas})
-    prompt = str(TOKENIZER.decode(frames.first(made.reset(options=ROWS[0])[0])))
+    renderer = ChatRenderer(TOKENIZER, chat_template=template, chat_template_kwargs={"tools": made.schemas})
+    prompt = str(TOKENIZER.decode(renderer.first(made.reset(options=ROWS[0])[0])))
     assert prompt.count('"description": "Add two numbers."') == 1 and "What is 1 + 1?<|im_end|>" in prompt
-    frame = str(TOKENIZER.decode(frames.frame(made.step(hermes("add", a=1))[0], TOKENIZER.eos_token_id)))
-    assert frame == ("\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    delimited = str(TOKENIZER.decode(renderer.delimited(made.step(hermes("add", a=1))[0], TOKENIZER.eos_token_id)))
+    assert delimited == ("\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_example_of_each_format_is_read_as_a_call() -> None:

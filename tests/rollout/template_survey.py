@@ -40,7 +40,7 @@ class Verdict:
 
     name: str
     accepted: tuple[tuple[Options, ChatRenderer], ...]
-    """Those of ``OPTIONS`` under which it is accepted, with the frames they make."""
+    """Those of ``OPTIONS`` under which it is accepted, with the renderers they make."""
     refusal: str
     """Why it is refused without options; empty if it is not."""
     system: tuple[str, ...]
@@ -71,8 +71,8 @@ def survey(name: str) -> Verdict:
         name,
         tuple(accepted),
         refusal,
-        tuple(_tried(partial(frames.first, _SYSTEM)) for _, frames in accepted),
-        tuple(_tried(partial(frames.frame, _RESULT, -1)) for _, frames in accepted),
+        tuple(_tried(partial(renderer.first, _SYSTEM)) for _, renderer in accepted),
+        tuple(_tried(partial(renderer.delimited, _RESULT, -1)) for _, renderer in accepted),
         _served(name, [options for options, _ in accepted]),
     )
 
@@ -128,7 +128,7 @@ def page(verdicts: list[Verdict]) -> str:
         "A template is accepted if the rendered text of a longer conversation begins with that of the shorter one: the",
         "prompt, then the answer exactly as it was sampled, in the template's own form (plain, with thinking, with",
         "channels). The history holds the text of each answer as the message's `content`. A test plays several turns with",
-        "every accepted row, and compares the ids of the frames with those of the rendered and tokenized conversation.",
+        "every accepted row, and compares the rendered ids with those of the rendered and tokenized conversation.",
         "",
         "- *as it is*: the template is accepted without options.",
         "- *training*: `training_chat_template=True` uses a version of the template that keeps earlier turns: TRL's, or",

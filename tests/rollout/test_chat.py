@@ -1,4 +1,4 @@
-"""Chat frames: exact ids over three turns, agreement with the whole rendering, and what is refused."""
+"""Chat renderer: exact ids over three turns, agreement with the whole rendering, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def ids(tokenizer: PreTrainedTokenizerFast, layout: str) -> list[int]:
 
 
 def play(
-    frames: ChatRenderer, prompt: Any, answers: list[list[int]], observations: list[Any] = OBSERVATIONS
+    renderer: ChatRenderer, prompt: Any, answers: list[list[int]], observations: list[Any] = OBSERVATIONS
 ) -> list[list[int]]:
-    """The pieces of a conversation: prompt, answer, frame, answer, frame, ..."""
-    pieces = [frames.first(prompt)]
+    """The pieces of a conversation: prompt, answer, observation, answer, observation, ..."""
+    pieces = [renderer.first(prompt)]
     for answer, observation in zip(answers, observations, strict=True):
-        pieces += [answer, frames.frame(observation, answer[-1])]
+        pieces += [answer, renderer.delimited(observation, answer[-1])]
     return pieces
 
 
 def test_chatml_ids_over_three_turns() -> None:
-    """Terminated, cut by length, ended by another EOS token: what each leaves to its frame.
+    """Terminated, cut by length, ended by another EOS token: what each leaves to its turn delimiters.
 
     | prompt ... assistant ↵ | 1 <|im_end|>  |            ↵ <|im_start|> user ↵ higher <|im_end|> ↵ <|im_start|> ...
                              | 2             | <|im_end|> ↵ <|im_start|> user ↵ lower ...
@@ -99,9 +99,9 @@ def test_gemma_ids_over_three_turns() -> None:
         "3",
         f"<end_of_turn> ↵ <start_of_turn> user ↵ done {rest}",
     ]
-    frames = ChatRenderer(tokenizer)
-    assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
-    assert frames.eos_token_ids == sorted(ids(tokenizer, "<eos> <end_of_turn>"))
+    renderer = ChatRenderer(tokenizer)
+    assert play(renderer, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+    assert renderer.eos_token_ids == sorted(ids(tokenizer, "<eos> <end_of_turn>"))
 
 
 def test_plain_ids_over_three_turns() -> None:
@@ -109,31 +109,31 @@ def test_plain_ids_over_three_turns() -> None:
     tokenizer = word_tokenizer(None, ["<eos>"], eos_token="<eos>")
     answers = [ids(tokenizer, layout) for layout in ("1", "2 <eos>", "3")]
     expected = ["guess", "1", "↵ higher ↵", "2 <eos>", "↵ lower ↵", "3", "↵ done ↵"]
-    frames = ChatRenderer(tokenizer)
-    assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
-    assert frames.chat_template is None
-    assert frames.eos_token_ids == ids(tokenizer, "<eos>")
+    renderer = ChatRenderer(tokenizer)
+    assert play(renderer, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+    assert renderer.chat_template is None
+    assert renderer.eos_token_ids == ids(tokenizer, "<eos>")
     messages: list[Message] = [{"role": "system", "content": "word"}, {"role": "user", "content": "guess"}]
-    assert frames.first(messages) == ids(tokenizer, "word ↵ guess")
-    assert frames.frame(messages, 0) == ids(tokenizer, "↵ word ↵ guess ↵")
+    assert renderer.first(messages) == ids(tokenizer, "word ↵ guess")
+    assert renderer.delimited(messages, 0) == ids(tokenizer, "↵ word ↵ guess ↵")
 
 
 def test_plain_prompt_has_the_bos_that_the_tokenizer_adds() -> None:
     tokenizer = byte_tokenizer(None, ["<bos>"], bos_token="<bos>")
-    frames = ChatRenderer(tokenizer)
-    assert frames.first("guess") == tokenizer("guess")["input_ids"]
-    assert frames.first("guess")[0] == tokenizer.bos_token_id
-    assert tokenizer.bos_token_id not in frames.frame("higher", 0)
-    assert frames.eos_token_ids == []
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.first("guess") == tokenizer("guess")["input_ids"]
+    assert renderer.first("guess")[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in renderer.delimited("higher", 0)
+    assert renderer.eos_token_ids == []
 
 
 @pytest.mark.parametrize("ending", ["stop", "length", "other eos"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pieces_are_the_ids_of_the_whole_rendering(name: str, ending: str) -> None:
-    """first + answers + frames == the tokenized rendering of the conversation, however the answers ended."""
+    """first + answers + delimited observations == the tokenized rendering of the conversation, however the answers ended."""
     family: Family = FAMILIES[name]
     tokenizer = family.tokenizer()
-    frames = ChatRenderer(tokenizer, chat_template_kwargs=family.kwargs)
+    renderer = ChatRenderer(tokenizer, chat_template_kwargs=family.kwargs)
     sampled = {"stop": family.end_of_turn, "length": "", "other eos": "<|endoftext|>"}[ending]
     answers = [
         tokenizer.encode(text.removeprefix(family.opened) + sampled, add_special_tokens=False)
@@ -149,7 +149,7 @@ def test_pieces_are_the_ids_of_the_whole_rendering(name: str, ending: str) -> No
     rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **family.kwargs)
     whole = tokenizer.encode(rendered, add_special_tokens=False)
 
-    pieces = play(frames, PROMPT, answers, observations)
+    pieces = play(renderer, PROMPT, answers, observations)
     assert [i for piece in pieces for i in piece] == whole
     bos = tokenizer.bos_token_id
     assert [piece.count(bos) for piece in pieces] == [1 if family.bos else 0] + [0] * 6
@@ -160,7 +160,7 @@ def test_a_token_that_swallows_whitespace_is_cut_with_it() -> None:
     family = FAMILIES["phi3"]
     tokenizer = family.tokenizer()
     end = ids(tokenizer, "<|end|>")[0]
-    assert ChatRenderer(tokenizer).frame("higher", end)[0] == ids(tokenizer, "<|user|>")[0]
+    assert ChatRenderer(tokenizer).delimited("higher", end)[0] == ids(tokenizer, "<|user|>")[0]
 
 
 def test_turns_without_an_end_stop_at_the_next_header() -> None:
@@ -170,11 +170,11 @@ def test_turns_without_an_end_stop_at_the_next_header() -> None:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     tokenizer = word_tokenizer(template, ["<|user|>", "<|assistant|>", "<eos>"], eos_token="<eos>")
-    frames = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer)
     [user] = ids(tokenizer, "<|user|>")
-    assert frames.frame("higher", user) == ids(tokenizer, "↵ higher <|assistant|> ↵")
-    assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "<|user|> ↵ higher <|assistant|> ↵")
-    assert user in frames.eos_token_ids
+    assert renderer.delimited("higher", user) == ids(tokenizer, "↵ higher <|assistant|> ↵")
+    assert renderer.delimited("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "<|user|> ↵ higher <|assistant|> ↵")
+    assert user in renderer.eos_token_ids
 
 
 def test_a_terminator_may_be_an_ordinary_token_or_missing() -> None:
@@ -183,10 +183,10 @@ def test_a_terminator_may_be_an_ordinary_token_or_missing() -> None:
     tokenizer = word_tokenizer(template, ["<gen>"])
     [ordinary, gen] = ids(tokenizer, "a <gen>")
     plain_end = ChatRenderer(tokenizer, eos_token_ids=[ordinary])
-    assert plain_end.frame("higher", ordinary) == ids(tokenizer, "higher a <gen>")
+    assert plain_end.delimited("higher", ordinary) == ids(tokenizer, "higher a <gen>")
     no_end = ChatRenderer(tokenizer)
     assert no_end.eos_token_ids == []
-    assert no_end.frame("higher", gen) == ids(tokenizer, "a higher a <gen>")
+    assert no_end.delimited("higher", gen) == ids(tokenizer, "a higher a <gen>")
 
 
 def test_text_before_the_terminator_and_bos_before_each_turn() -> None:
@@ -196,16 +196,16 @@ def test_text_before_the_terminator_and_bos_before_each_turn() -> None:
         "{% endif %}{% endfor %}"
     )
     tokenizer = word_tokenizer(template, ["<s>", "</s>"], bos_token="<s>", eos_token="</s>")
-    frames = ChatRenderer(tokenizer)
-    assert frames.frame("higher", ids(tokenizer, "</s>")[0]) == ids(tokenizer, "<s> a higher b")
-    assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "↵ </s> <s> a higher b")
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.delimited("higher", ids(tokenizer, "</s>")[0]) == ids(tokenizer, "<s> a higher b")
+    assert renderer.delimited("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "↵ </s> <s> a higher b")
 
 
 def test_default_system_prompt_stays_in_the_prompt() -> None:
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frames = ChatRenderer(tokenizer)
-    assert "You are Qwen" in tokenizer.decode(frames.first("guess"))
-    assert "You are Qwen" not in tokenizer.decode(frames.frame("higher", 0))
+    renderer = ChatRenderer(tokenizer)
+    assert "You are Qwen" in tokenizer.decode(renderer.first("guess"))
+    assert "You are Qwen" not in tokenizer.decode(renderer.delimited("higher", 0))
 
 
 def test_tool_messages_use_the_templates_tool_format() -> None:
@@ -213,7 +213,7 @@ def test_tool_messages_use_the_templates_tool_format() -> None:
     tokenizer = family.tokenizer()
     end = ids(tokenizer, family.end_of_turn)[0]
     tools: list[Message] = [{"role": "tool", "name": "f", "content": text} for text in ("4", "5")]
-    assert tokenizer.decode(ChatRenderer(tokenizer).frame(tools, end)) == (
+    assert tokenizer.decode(ChatRenderer(tokenizer).delimited(tools, end)) == (
         "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
@@ -221,8 +221,8 @@ def test_tool_messages_use_the_templates_tool_format() -> None:
 
 def test_system_message_between_turns_where_the_template_has_one() -> None:
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frame = ChatRenderer(tokenizer).frame([{"role": "system", "content": "be brief"}, *PROMPT], 0)
-    assert tokenizer.decode(frame) == (
+    delimited = ChatRenderer(tokenizer).delimited([{"role": "system", "content": "be brief"}, *PROMPT], 0)
+    assert tokenizer.decode(delimited) == (
         "<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -238,9 +238,9 @@ def test_system_message_between_turns_where_the_template_has_one() -> None:
     ],
 )
 def test_observations_that_a_template_cannot_write(name: str, roles: list[str], error: str) -> None:
-    frames = ChatRenderer(FAMILIES[name].tokenizer())
+    renderer = ChatRenderer(FAMILIES[name].tokenizer())
     with pytest.raises(ValueError, match=error):
-        frames.frame([{"role": role, "content": "higher"} for role in roles], 0)
+        renderer.delimited([{"role": role, "content": "higher"} for role in roles], 0)
 
 
 @pytest.mark.parametrize(
@@ -248,46 +248,46 @@ def test_observations_that_a_template_cannot_write(name: str, roles: list[str], 
 )
 @pytest.mark.parametrize("template", [trl_template("qwen2_5"), None])
 def test_malformed_observations(template: str | None, bad: Any) -> None:
-    frames = ChatRenderer(word_tokenizer(template, ["<|im_end|>"]))
-    for call in (frames.first, lambda observation: frames.frame(observation, 0)):
+    renderer = ChatRenderer(word_tokenizer(template, ["<|im_end|>"]))
+    for call in (renderer.first, lambda observation: renderer.delimited(observation, 0)):
         with pytest.raises(ValueError, match=r"An observation is text or|A chat message is"):
             call(bad)
 
 
 def test_prompt_must_not_end_with_the_model() -> None:
-    frames = ChatRenderer(FAMILIES["qwen2_5"].tokenizer())
+    renderer = ChatRenderer(FAMILIES["qwen2_5"].tokenizer())
     with pytest.raises(ValueError, match="ends with an assistant message"):
-        frames.first([*PROMPT, {"role": "assistant", "content": "1"}])
+        renderer.first([*PROMPT, {"role": "assistant", "content": "1"}])
 
 
 def test_a_gemma_prompt_with_a_system_message_is_a_clear_error() -> None:
-    frames = ChatRenderer(FAMILIES["gemma"].tokenizer())
+    renderer = ChatRenderer(FAMILIES["gemma"].tokenizer())
     with pytest.raises(ValueError, match=r"rejects a conversation.*System role not supported"):
-        frames.first([{"role": "system", "content": "word"}, *PROMPT])
+        renderer.first([{"role": "system", "content": "word"}, *PROMPT])
 
 
 def test_decode_drops_the_terminator_and_special_tokens() -> None:
     tokenizer = byte_tokenizer(trl_template("qwen3_instruct_2507"), [*CHATML, "<|im_end|>"])
     tokenizer.add_tokens(["<stop>", "<think>"])  # Not special.
-    frames = ChatRenderer(tokenizer, eos_token_ids=[ids(tokenizer, "<stop>")[0]])
+    renderer = ChatRenderer(tokenizer, eos_token_ids=[ids(tokenizer, "<stop>")[0]])
     for terminator in ("", "<stop>", "<|im_end|>"):
         encoded = tokenizer.encode(f" <think> guess , 1\n{terminator}", add_special_tokens=False)
-        assert frames.decode(encoded) == " <think> guess , 1\n"
-    assert frames.decode([]) == ""
+        assert renderer.decode(encoded) == " <think> guess , 1\n"
+    assert renderer.decode([]) == ""
     inside = tokenizer.encode("1<stop>2<|im_start|>3<stop>", add_special_tokens=False)
-    assert frames.decode(inside) == "1<stop>23"
+    assert renderer.decode(inside) == "1<stop>23"
 
 
 def test_channels_are_part_of_an_answer() -> None:
     """gpt-oss: what tells the analysis from the final answer reaches the environment; other special tokens do not."""
     specials = "<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|endoftext|>".split()  # noqa: SIM905
     tokenizer = byte_tokenizer(trl_template("gptoss"), specials, eos_token="<|return|>")
-    frames = ChatRenderer(tokenizer, training_chat_template=True)
+    renderer = ChatRenderer(tokenizer, training_chat_template=True)
     text = "<|channel|>analysis<|message|>the lower half<|end|><|start|>assistant<|channel|>final<|message|>guess 2"
     answer = tokenizer.encode(text + "<|return|>", add_special_tokens=False)
-    assert frames.decode(answer) == text
-    assert frames.decode(tokenizer.encode("<|call|>a<|endoftext|>b", add_special_tokens=False)) == "ab"
-    assert tokenizer.decode(frames.frame("higher", answer[-1])) == (
+    assert renderer.decode(answer) == text
+    assert renderer.decode(tokenizer.encode("<|call|>a<|endoftext|>b", add_special_tokens=False)) == "ab"
+    assert tokenizer.decode(renderer.delimited("higher", answer[-1])) == (
         "<|start|>user<|message|>higher<|end|><|start|>assistant"
     )
 
@@ -305,11 +305,11 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
     assert "rendered later" in text and r"assistant\n(answer)<|im_end|>" in text
     assert "Pass training_chat_template=True" in text and "chat_template_kwargs" not in text
 
-    frames = ChatRenderer(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
-    assert frames.chat_template == trl_template("qwen3_training")
+    renderer = ChatRenderer(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
+    assert renderer.chat_template == trl_template("qwen3_training")
     assert tokenizer.chat_template == trl_template("qwen3")
     generation_prompt = "assistant\n<think>\n\n</think>\n\n" if kwargs else "assistant\n"
-    assert str(tokenizer.decode(frames.frame("higher", tokenizer.eos_token_id))).endswith(generation_prompt)
+    assert str(tokenizer.decode(renderer.delimited("higher", tokenizer.eos_token_id))).endswith(generation_prompt)
 
 
 @pytest.mark.parametrize("training_chat_template", [False, True])
@@ -327,9 +327,9 @@ def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
         with pytest.raises(ValueError, match=r"<\|channel>thought"):
             ChatRenderer(tokenizer, chat_template_kwargs=thinks)
         ChatRenderer(tokenizer, chat_template_kwargs=thinks, training_chat_template=True)
-    frames = ChatRenderer(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    renderer = ChatRenderer(tokenizer, chat_template_kwargs={"enable_thinking": False})
     end = ids(tokenizer, "<turn|>")[0]
-    assert tokenizer.decode(frames.frame("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
+    assert tokenizer.decode(renderer.delimited("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
 
 
 def test_thinking_that_the_history_reads_from_a_field_alone_is_refused() -> None:
@@ -387,11 +387,11 @@ def test_a_system_message_that_wanders_is_found_with_the_prompt_that_has_one() -
         "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template, ["[INST]", "[/INST]", "</s>"], eos_token="</s>")
-    frames = ChatRenderer(tokenizer)
-    assert tokenizer.decode(frames.first(PROMPT)) == "[INST]guess[/INST]"
+    renderer = ChatRenderer(tokenizer)
+    assert tokenizer.decode(renderer.first(PROMPT)) == "[INST]guess[/INST]"
     for _ in range(2):
         with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*prompt of the roles \['system', 'user'\]"):
-            frames.first([{"role": "system", "content": "word"}, *PROMPT])
+            renderer.first([{"role": "system", "content": "word"}, *PROMPT])
 
 
 def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
@@ -408,9 +408,9 @@ def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
 
 def test_templates_that_want_content_parts_get_them() -> None:
     tokenizer = byte_tokenizer(trl_template("llava_next"), ["</s>"])
-    frames = ChatRenderer(tokenizer)
-    assert tokenizer.decode(frames.first("guess")) == "[INST] guess [/INST]"
-    assert tokenizer.decode(frames.frame("higher", 0)) == "</s> [INST] higher [/INST]"
+    renderer = ChatRenderer(tokenizer)
+    assert tokenizer.decode(renderer.first("guess")) == "[INST] guess [/INST]"
+    assert tokenizer.decode(renderer.delimited("higher", 0)) == "</s> [INST] higher [/INST]"
 
 
 @pytest.mark.parametrize(
@@ -423,12 +423,12 @@ def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
 
 
 def test_one_rendering_and_one_tokenizer_call_per_observation() -> None:
-    """Frames are made B x K times a rollout; what is constant is made once."""
+    """Observations are rendered B x K times a rollout; what is constant is made once."""
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frames = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer)
     with (
         mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode,
         mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as render,
     ):
-        frames.frame("higher", 0)
+        renderer.delimited("higher", 0)
     assert (render.call_count, encode.call_count) == (1, 1)

@@ -1,4 +1,4 @@
-"""Every chat template of TRL: accepted as its page says, and the frames' ids are those of the whole conversation."""
+"""Every chat template of TRL: accepted as its page says, and the rendered ids are those of the whole conversation."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def _advised(refusal: str) -> Iterator[Options]:
 def test_ids_are_those_of_the_whole_conversation(verdicts: dict[str, Verdict], name: str) -> None:
     """Answers as each template lets them be sampled, ended by their token or cut, after the user and after tools."""
     verdict = verdicts[name]
-    for (options, frames), system, tools in zip(verdict.accepted, verdict.system, verdict.tools, strict=True):
+    for (options, renderer), system, tools in zip(verdict.accepted, verdict.system, verdict.tools, strict=True):
         prompts = [PROMPT, SYSTEM] if not system else [PROMPT]
         roles = ["user", "tool"] if not tools else ["user"]
         for prompt, role in [(prompt, role) for prompt in prompts for role in roles]:
-            for conversation in _conversations(name, frames, options, prompt, role):
+            for conversation in _conversations(name, renderer, options, prompt, role):
                 assert conversation.pieces == conversation.whole, (options, role, conversation.text)
 
 
@@ -91,11 +91,11 @@ def test_ids_are_those_of_the_whole_conversation(verdicts: dict[str, Verdict], n
 def test_ids_are_those_of_a_conversation_that_trl_parsed(name: str) -> None:
     """The history may hold thinking in the field in which TRL's parser puts it, too: as servers and clients pass it on."""
     tokenizer = tokenizer_for(name)
-    frames = ChatRenderer(tokenizer, training_chat_template=True)
+    renderer = ChatRenderer(tokenizer, training_chat_template=True)
     answer = tokenizer.encode(THOUGHTFUL[name], add_special_tokens=False)
-    pieces = [*frames.first(PROMPT), *answer, *frames.frame("higher", answer[-1])]
+    pieces = [*renderer.first(PROMPT), *answer, *renderer.delimited("higher", answer[-1])]
 
-    parsed = parse_response(add_response_schema(tokenizer), answer, prefix=frames.first(PROMPT))
+    parsed = parse_response(add_response_schema(tokenizer), answer, prefix=renderer.first(PROMPT))
     assert parsed.pop("content") == "guess 2" and "lower half" in parsed.values()
     conversation = [
         *PROMPT,
@@ -103,13 +103,13 @@ def test_ids_are_those_of_a_conversation_that_trl_parsed(name: str) -> None:
         {"role": "user", "content": "higher"},
     ]
     rendered = tokenizer.apply_chat_template(
-        conversation, chat_template=frames.chat_template, tokenize=False, add_generation_prompt=True
+        conversation, chat_template=renderer.chat_template, tokenize=False, add_generation_prompt=True
     )
     assert pieces == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 class _Conversation:
-    """Three turns as frames make them, and rendered whole."""
+    """Three turns as the renderer makes them, and rendered whole."""
 
     def __init__(self, pieces: list[int], wholes: list[list[int]], text: str) -> None:
         self.pieces, self.text = pieces, text
@@ -117,7 +117,7 @@ class _Conversation:
 
 
 def _conversations(
-    name: str, frames: ChatRenderer, options: Options, prompt: list[Message], role: str
+    name: str, renderer: ChatRenderer, options: Options, prompt: list[Message], role: str
 ) -> Iterator[_Conversation]:
     tokenizer = tokenizer_for(name)
     variables = options.get("chat_template_kwargs", {})
@@ -128,7 +128,7 @@ def _conversations(
         return str(
             tokenizer.apply_chat_template(
                 messages,
-                chat_template=frames.chat_template,
+                chat_template=renderer.chat_template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **variables,
@@ -145,21 +145,21 @@ def _conversations(
                 tokenizer.encode((text + end) if end else text.rstrip(), add_special_tokens=False) for text in texts
             ]
             observations = [[{"role": role, "name": "look", "content": said}] for said in OBSERVATIONS]
-            pieces = _played(frames, prompt, answers, observations)
+            pieces = _played(renderer, prompt, answers, observations)
             wholes = []
             head = opened[0] if opened else ""
             for stored in (str, str.strip, lambda text: head + text, lambda text: head + text.strip()):  # noqa: B023
                 conversation = list(prompt)
                 for answer, observation in zip(answers, observations, strict=True):
-                    conversation += [{"role": "assistant", "content": stored(frames.decode(answer))}, *observation]
+                    conversation += [{"role": "assistant", "content": stored(renderer.decode(answer))}, *observation]
                 wholes.append(tokenizer.encode(render(conversation), add_special_tokens=False))
             yield _Conversation(pieces, wholes, texts[0] + end)
 
 
 def _played(
-    frames: ChatRenderer, prompt: list[Message], answers: list[list[int]], observations: list[Any]
+    renderer: ChatRenderer, prompt: list[Message], answers: list[list[int]], observations: list[Any]
 ) -> list[int]:
-    ids = frames.first(prompt)
+    ids = renderer.first(prompt)
     for answer, observation in zip(answers, observations, strict=True):
-        ids = [*ids, *answer, *frames.frame(observation, answer[-1])]
+        ids = [*ids, *answer, *renderer.delimited(observation, answer[-1])]
     return ids

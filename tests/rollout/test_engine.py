@@ -27,7 +27,7 @@ from agile_trainers.types import StopReason, Trajectory
 PROMPT = "[ user ↵ go ] ↵ [ assistant ↵"
 """Nine tokens."""
 UP = "↵ [ user ↵ up ] ↵ [ assistant ↵"
-"""The frame after a sampled terminator: ten tokens."""
+"""The observation in its turn delimiters, after a sampled terminator: ten tokens."""
 
 
 def play_one(options: dict[str, Any], player: Player | None = None, **settings: Any) -> Trajectory:
@@ -43,13 +43,13 @@ def spans(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def test_token_layout_of_three_turns() -> None:
-    """Ids are appended, never made again; the terminator is the action's if sampled and the frame's if not.
+    """Ids are appended, never made again; the terminator is the action's if sampled and the turn delimiters' if not.
 
     prompt       [ user ↵ go ] ↵ [ assistant ↵
     turn 0       a b ]                                   0..3    sampled terminator
-    frame        ↵ [ user ↵ up ] ↵ [ assistant ↵         3..13
+    observation  ↵ [ user ↵ up ] ↵ [ assistant ↵         3..13
     turn 1       b b b                                   13..16  cut by length
-    frame        ] ↵ [ user ↵ down ] ↵ [ assistant ↵     16..27
+    observation  ] ↵ [ user ↵ down ] ↵ [ assistant ↵     16..27
     turn 2       c ]                                     27..29  ends the episode: nothing follows
     """
     player = Player(["a b ]", "b b b b b ]", "c ]"])
@@ -84,8 +84,8 @@ def test_messages_of_a_trajectory() -> None:
     assert trajectory.prompt == [{"role": "user", "content": "go"}]
     answer = {"role": "assistant", "content": "a"}
     assert trajectory.messages == [answer, *several, answer, {"role": "user", "content": "end"}]
-    frame = "↵ [ system ↵ down ] ↵ [ user ↵ up ] ↵ [ assistant ↵"
-    assert trajectory.completion_ids == ids(f"a ] {frame} a ]")
+    delimited = "↵ [ system ↵ down ] ↵ [ user ↵ up ] ↵ [ assistant ↵"
+    assert trajectory.completion_ids == ids(f"a ] {delimited} a ]")
 
 
 def test_specs_reach_the_environment_and_come_back_in_order() -> None:
@@ -136,7 +136,7 @@ def shares(trajectory: Trajectory) -> dict[str, float]:
         ([go_on("up", 1.0)], {"max_turns": 2}, StopReason.MAX_TURNS, [1.0, 1.0]),
         ([go_on("up", 1.0), end(2.0)], {"max_turns": 2}, StopReason.TERMINATED, [1.0, 2.0]),
         ([go_on("up", 1.0), ("up", 2.0, False, True, {})], {"max_turns": 2}, StopReason.TRUNCATED, [1.0, 2.0]),
-        # The prompt takes 9, the answer 2, the frame 10: no room is left for another answer.
+        # The prompt takes 9, the answer 2, the observation 10: no room is left for another answer.
         ([go_on("up", 1.0)], {"max_model_length": 21}, StopReason.CONTEXT_FULL, [1.0]),
         ([go_on("up", 1.0)], {"max_model_length": 21, "max_turns": 1}, StopReason.MAX_TURNS, [1.0]),
         ([go_on("up", 1.0), RuntimeError("broken")], {}, StopReason.ENVIRONMENT_ERROR, [1.0, 0.0]),
@@ -229,7 +229,7 @@ def test_a_prompt_that_fills_the_context_gets_no_answer(length: int) -> None:
 
 
 def test_the_limit_of_a_turn_shrinks_near_the_end_of_the_context() -> None:
-    """Prompt 9, answer 3 (of at most 5), frame 10: of 25 tokens, 3 are left.
+    """Prompt 9, answer 3 (of at most 5), observation 10: of 25 tokens, 3 are left.
 
     [ user ↵ go ] ↵ [ assistant ↵ | a b ] | ↵ [ user ↵ up ] ↵ [ assistant ↵ | b b b
     """
@@ -270,14 +270,14 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
             continue
         assert len(prompt) + len(kept) <= longest
         last = trajectory.turns[-1]
-        frame = CHAT.frame(last.observation or "", kept[last.end - 1])
-        free = longest - len(prompt) - last.end - len(frame)
+        delimited = CHAT.delimited(last.observation or "", kept[last.end - 1])
+        free = longest - len(prompt) - last.end - len(delimited)
         assert trajectory.stop_reason is (
             StopReason.MAX_TURNS if len(trajectory.turns) == 5 else StopReason.CONTEXT_FULL
         )
         if trajectory.stop_reason is StopReason.CONTEXT_FULL:
             assert free < 1
-        assert kept[last.end :] == (frame if append and free >= 0 else [])
+        assert kept[last.end :] == (delimited if append and free >= 0 else [])
     assert reasons == {StopReason.CONTEXT_FULL, StopReason.MAX_TURNS}
 
 
@@ -288,7 +288,7 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
         (go_on("up"), {"max_turns": 1}, StopReason.MAX_TURNS, UP),
         (end(), {}, StopReason.TERMINATED, ""),
         (("up", 0.0, True, True, {}), {}, StopReason.TERMINATED, ""),
-        # 9 + 2 + 10 = 21: the frame fits exactly, an answer after it would not.
+        # 9 + 2 + 10 = 21: the observation fits exactly, an answer after it would not.
         (go_on("up"), {"max_model_length": 21}, StopReason.CONTEXT_FULL, UP),
         (go_on("up"), {"max_model_length": 20}, StopReason.CONTEXT_FULL, ""),
         (go_on("up"), {"max_model_length": 21, "max_turns": 1}, StopReason.MAX_TURNS, UP),
@@ -299,7 +299,7 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
 def test_the_final_observation_is_appended_where_a_critic_needs_it(
     answer: Any, settings: dict[str, Any], reason: StopReason, final: str
 ) -> None:
-    """After ``a ]`` of a truncated episode stands the frame, if it fits; the last state is the last token kept."""
+    """After ``a ]`` of a truncated episode stands the observation, if it fits; the last state is the last token kept."""
     trajectory = play_one({"answers": [answer]}, append_final_observation=True, **settings)
     assert trajectory.stop_reason is reason
     assert trajectory.completion_ids == ids(f"a ] {final}")

@@ -104,7 +104,7 @@ def rendered(messages: list[Message]) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def frame(messages: list[Message], last: int) -> list[int]:
+def delimited(messages: list[Message], last: int) -> list[int]:
     """What follows an answer: its end, unless that was sampled, and the messages."""
     after = rendered([{"role": "user", "content": "go"}, {"role": "assistant", "content": "a"}, *messages])
     between = after[len(rendered([{"role": "user", "content": "go"}])) + 1 :]
@@ -137,12 +137,12 @@ def reference(
     while True:
         (got, began, tokens), context, question = next(contexts)
         assert got == known and began == start
-        assert tokens == len(rendered(known) if not whole else [*whole, *(frame(said, whole[-1]) if said else [])])
+        assert tokens == len(rendered(known) if not whole else [*whole, *(delimited(said, whole[-1]) if said else [])])
         added = context[end_of_answer:]
         goes_on = bool(whole) and context[:end_of_answer] == known[:end_of_answer] and bool(added)
         goes_on = goes_on and (context == known or all(one["role"] != "assistant" for one in added))
         fork = None if not whole or goes_on else Fork.CONTEXT
-        prompt = [*whole, *frame(added, whole[-1])] if goes_on else rendered(context)
+        prompt = [*whole, *delimited(added, whole[-1])] if goes_on else rendered(context)
         if len(prompt) >= longest:
             found.stop = StopReason.CONTEXT_FULL if goes_on else StopReason.REWRITE_FULL
             return found

@@ -39,7 +39,7 @@ def _unchanged(name: str) -> int:
                     before = list(messages)
                     roles = [one["role"] for one in prompt]
                     goes_on = chat.goes_on(before, roles, ids, said[1:])
-                    path = [*path, *ids, *chat.frame(said[1:], ids[-1])]
+                    path = [*path, *ids, *chat.delimited(said[1:], ids[-1])]
                     messages += said
                     if not goes_on:
                         break

@@ -423,7 +423,7 @@ def _tokens_of_one_path(episode: Trajectory, chat: Chat) -> int:
         action, observation = episode.action_of(k), episode.turns[k].observation
         total += len(action)
         if k != answered[-1] and observation is not None:
-            total += len(chat.frame(observation, action[-1]))
+            total += len(chat.delimited(observation, action[-1]))
     return total
 
 

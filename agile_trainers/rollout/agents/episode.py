@@ -500,23 +500,23 @@ class AgentEpisode:
         fork = Fork.CONTEXT if said else Fork.NEW
         if exact is not None and exact[0] == said[-1]:
             place, before = exact
-            frame = self._frame(chat, shown[:place], before, messages[place + 1 :])
-            if frame is not None:
-                return _Sample(asked, [*before.prompt_ids, *before.ids, *frame], (), shown, before.begun, before)
+            delimited = self._delimited(chat, shown[:place], before, messages[place + 1 :])
+            if delimited is not None:
+                return _Sample(asked, [*before.prompt_ids, *before.ids, *delimited], (), shown, before.begun, before)
             fork = Fork.TEMPLATE
         ids = chat.spliced(shown, answers)
         if ids is None:  # as it was sent: tool calls as such, not as the text that they were sampled as
             ids, shown = chat.first(messages, sampled=True), messages
         return _Sample(asked, ids, (), shown, [message["role"] for message in messages], None, fork)
 
-    def _frame(self, chat: Chat, context: list[Message], before: _Sample, after: Any) -> list[int] | None:
+    def _delimited(self, chat: Chat, context: list[Message], before: _Sample, after: Any) -> list[int] | None:
         """Return the ids between an answer and the next one, None if the template does not write the messages there."""
         try:
             if not chat.goes_on(context, before.begun, before.ids, after):
                 return None
             if len(after) == 1 and after[0].keys() == {"role", "content"} and after[0]["role"] == "user":
                 after = after[0]["content"]  # texts are cached
-            return chat.frame(after, before.ids[-1])
+            return chat.delimited(after, before.ids[-1])
         except ValueError:  # Gemma 4's writes a tool's result only after a call that is a field of the message
             if not chat.forks:
                 raise

@@ -1,9 +1,10 @@
 """Converts a conversation to token ids that only grow at the end.
 
-    first(messages) | answer 0 | frame(observation 0) | answer 1 | frame(observation 1) | ...
+    first(messages) | answer 0 | delimited(observation 0) | answer 1 | delimited(observation 1) | ...
 
-Answers are the sampled ids. A *frame* is everything between the end of one answer and the start of the next: the rest of
-the answer's end-of-turn marker, the observation, and the next generation prompt. Nothing is rendered twice.
+Answers are the sampled ids. Between the end of one answer and the start of the next stands the observation in the template's
+*turn delimiters*: the rest of the answer's end-of-turn marker before it, the next generation prompt after it. Nothing is
+rendered twice.
 """
 
 from __future__ import annotations
@@ -70,13 +71,14 @@ class ChatRenderer:
     model would be trained on contexts that its template never produces. ``docs/chat_templates.md`` lists every template
     of TRL.
 
-    Each frame is tokenized separately. Next to a special token, as in nearly every template, this gives the same ids as
-    tokenizing the whole text. In plain text, characters across the border might have merged into one token; the
-    conversation keeps the sampled ids. Special tokens spelled out in a message become ordinary text, so that only the
-    template can begin or end a turn; see :class:`~agile_trainers.rollout.chat.special_tokens.SpecialTokenEscaper`.
+    Each observation is tokenized separately, with its turn delimiters. Next to a special token, as in nearly every
+    template, this gives the same ids as tokenizing the whole text. In plain text, characters across the border might
+    have merged into one token; the conversation keeps the sampled ids. Special tokens spelled out in a message become
+    ordinary text, so that only the template can begin or end a turn; see
+    :class:`~agile_trainers.rollout.chat.special_tokens.SpecialTokenEscaper`.
 
     Args:
-        tokenizer: The tokenizer, with its chat template. Without a template, frames are plain text.
+        tokenizer: The tokenizer, with its chat template. Without a template, the turn delimiters are newlines.
         eos_token_ids: Ids that end an answer, as in the model's ``generation_config``. Default: the tokenizer's. The
             template's own end-of-turn token is added, see the attribute of the same name.
         chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
@@ -138,9 +140,9 @@ class ChatRenderer:
         self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
         marks = self._marks()
         self._silent, self._foreign = self._escaper.flagged - marks, self._escaper.ids - marks
-        self._frames: dict[tuple[str, ...], _TurnDelimiters] = {}
+        self._delimiters: dict[tuple[str, ...], _TurnDelimiters] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
-        end_of_turn = self._frame(_as_messages("")).end_of_turn
+        end_of_turn = self._turn_delimiters(_as_messages("")).end_of_turn
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
@@ -202,7 +204,7 @@ class ChatRenderer:
         other._kwargs = {**self._kwargs, "tools": self._escaper.hide_in(tools)}
         other._render = other._renderer(self.chat_template, other._kwargs)
         other._said = lru_cache(maxsize=1024)(other._say)
-        other._rewriting, other._frames, other._prompts = set(), {}, {}
+        other._rewriting, other._delimiters, other._prompts = set(), {}, {}
         written = other._render(_as_messages("prompt"))
         missing = [name for tool in tools if (name := tool["function"]["name"]) not in written]
         if missing:
@@ -364,7 +366,7 @@ class ChatRenderer:
         if self.chat_template is None:
             return True
         roles = tuple(message["role"] for message in observation)
-        end = self._frame(observation).end_of_turn
+        end = self._turn_delimiters(observation).end_of_turn
         if self.rewrite is None and tuple(prompt) not in self._rewriting and roles not in self._rewriting:
             return True
         after = self._after_answer(observation)
@@ -373,19 +375,19 @@ class ChatRenderer:
         stored: Message = {"role": "assistant", "content": self.decode(action_ids)}
         return self._render([*messages, stored, *observation]) == self._render(messages) + answer + after
 
-    def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
-        """Render the frame between an answer and the next one.
+    def delimited(self, observation: str | list[Message], last_action_id: int) -> list[int]:
+        """Render an observation with the turn delimiters around it: all that stands between two answers.
 
-        If the answer ended with the template's end-of-turn token, the frame begins right after it (with the newline
-        that follows it in ChatML, for example). Otherwise (a length limit, a stop string, or another EOS token, which
-        stays in place) the frame begins with the end-of-turn token. Plain text has none.
+        If the answer ended with the template's end-of-turn token, they begin right after it (with the newline that
+        follows it in ChatML, for example). Otherwise (a length limit, a stop string, or another EOS token, which
+        stays in place) they begin with the end-of-turn token. Plain text has none.
 
         Args:
             observation: The environment's observation; text is one user message.
             last_action_id: The last id of the answer.
 
         Returns:
-            The frame's ids: end of the answer's turn, the observation, the next generation prompt.
+            The ids: end of the answer's turn, the observation, the next generation prompt.
 
         Raises:
             ValueError: If the messages are malformed, or the template rejects or drops a message of such a role here.
@@ -394,12 +396,12 @@ class ChatRenderer:
         return list(tail if last_action_id == end_of_turn else whole)
 
     def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
-        """Return a frame with and without its leading end-of-turn token, and that token."""
+        """Return a delimited observation with and without its leading end-of-turn token, and that token."""
         messages = _as_messages(observation)
         if self.chat_template is None:
             ids = self._plain_ids(messages, _PARTING)
             return ids, ids, None
-        known = self._frame(messages)
+        known = self._turn_delimiters(messages)
         ids = self._escaper.check(
             self._escaper.encode(self._after_answer(self._escaper.hide(messages))), known.specials
         )
@@ -517,14 +519,14 @@ class ChatRenderer:
             self._prompts[roles] = self._escaper.count(self._render(probes))
         return self._prompts[roles]
 
-    def _frame(self, messages: list[Message]) -> _TurnDelimiters:
-        """Return the parts that all frames of messages with these roles share.
+    def _turn_delimiters(self, messages: list[Message]) -> _TurnDelimiters:
+        """Return what the turn delimiters of all messages with these roles share.
 
         In most templates the end-of-turn token closes the answer's turn. In templates without one (GLM), it opens the
         next turn, and the model samples it to stop.
         """
         roles = tuple(message["role"] for message in messages)
-        if roles not in self._frames:
+        if roles not in self._delimiters:
             if "assistant" in roles:
                 raise ValueError(f"The observation has roles {list(roles)}; 'assistant' is the model's own role.")
             probes = [f"agileObservationProbe{index}x" for index in range(len(messages))]
@@ -539,8 +541,8 @@ class ChatRenderer:
             ids = self._escaper.encode(rendered.partition(probes[0])[0])
             end_of_turn = next((i for i in ids if i in ends), None)
             self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
-            self._frames[roles] = _TurnDelimiters(end_of_turn, self._escaper.count(rendered))
-        return self._frames[roles]
+            self._delimiters[roles] = _TurnDelimiters(end_of_turn, self._escaper.count(rendered))
+        return self._delimiters[roles]
 
     def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:
         """Reject roles that make the template rewrite earlier turns. A single user message is already checked."""

@@ -211,7 +211,7 @@ def _rewrite_of(
     render: Render, prompt: list[Message], sampled: Sampled, stored: Message, observation: list[Message]
 ) -> Rewrite | None:
     """Return the first change when such answers, each followed by the observation, are appended to the prompt."""
-    conversation, frame = prompt, None
+    conversation, delimited = prompt, None
     kept = render(prompt)
     for _ in range(_EXCHANGES):
         conversation = [*conversation, {"role": "assistant", **stored}, *observation]
@@ -219,8 +219,8 @@ def _rewrite_of(
         kept += sampled.text
         if not rendered.startswith(kept + sampled.end):
             return Rewrite(kept + sampled.end, rendered)
-        frame = rendered[len(kept) :] if frame is None else frame
-        kept += frame
+        delimited = rendered[len(kept) :] if delimited is None else delimited
+        kept += delimited
         if rendered != kept:
             return Rewrite(kept, rendered)
     return None
