@@ -76,7 +76,7 @@ RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
 DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
-WATCH = "tests/trainers/test_watch.py"
+WATCH = "tests/trainers/test_health_checks.py"
 RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 DECODING = "tests/rollout/test_decoding.py"
@@ -244,7 +244,7 @@ MUTATIONS = [
     ),
     Mutation(
         "helpers are compared with second turns", "monitor/health_checks.py",
-        "(episode.linear or turn == 0)", "True", "tests/trainers/test_watch.py -k that_are_compared",
+        "(episode.linear or turn == 0)", "True", "tests/trainers/test_health_checks.py -k that_are_compared",
     ),
     Mutation(
         "a resumed run's records have NaN for null", "monitor/rollout_log.py",
