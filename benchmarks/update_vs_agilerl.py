@@ -213,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for name in ("trainer", "watch"):
-        logging.get_logger(f"agile_trainers.trainers.{name}").setLevel("ERROR")
+    for name in ("trainers.trainer", "monitor.health_checks"):
+        logging.get_logger(f"agile_trainers.{name}").setLevel("ERROR")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.dry else {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))

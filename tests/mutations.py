@@ -76,7 +76,7 @@ RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
 DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
-WATCH = "tests/trainers/test_health_checks.py"
+HEALTH = "tests/trainers/test_health_checks.py"
 RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 DECODING = "tests/rollout/test_decoding.py"
@@ -1711,15 +1711,15 @@ MUTATIONS = [
     ),
     Mutation(
         "prompts are taken for answers", "objectives/prompt_information.py",
-        "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{WATCH} -k prompt_information",
+        "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{HEALTH} -k prompt_information",
     ),
     Mutation(
         "a value of a metric is taken at every step until the log", "monitor/health_checks.py",
-        "values[self._taken.get(name, 0) :]", "values", f"{WATCH} -k taken_once",
+        "values[self._taken.get(name, 0) :]", "values", f"{HEALTH} -k taken_once",
     ),
     Mutation(
         "a resumed run forgets its diagnosis", "trainers/trainer.py",
-        "self.health.restore(rollout.watch)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
+        "self.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",

@@ -1,4 +1,4 @@
-"""The page of symptoms and the table of findings are the same list, and the options that they name exist."""
+"""The page of symptoms and the table of health checks are the same list, and the options that they name exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from doc_blocks import ROOT
 
-from agile_trainers.evaluation.diagnosis import METRICS, SYMPTOMS
+from agile_trainers.evaluation.diagnosis import HEALTH_CHECKS, METRICS
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -27,21 +27,21 @@ def logged_names() -> str:
 
 
 def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
-    assert [*SECTIONS] == [symptom.name for symptom in SYMPTOMS]
+    assert [*SECTIONS] == [check.name for check in HEALTH_CHECKS]
 
 
-@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.name)
-def test_a_section_says_symptom_cause_and_fix_with_the_options_of_the_advice(symptom) -> None:
-    section = SECTIONS[symptom.name]
+@pytest.mark.parametrize("check", HEALTH_CHECKS, ids=lambda check: check.name)
+def test_a_section_says_symptom_cause_and_fix_with_the_options_of_the_advice(check) -> None:
+    section = SECTIONS[check.name]
     assert [section.count(f"**{part}.**") for part in ("Symptom", "Cause", "Fix")] == [1, 1, 1]
     fix = section.partition("**Fix.**")[2]
-    for name in symptom.options:
+    for name in check.options:
         assert f"`{name}`" in fix, name
-        assert re.search(rf"\b{name}\b", symptom.advice), name
-    assert OPTIONS.issuperset(symptom.options)
-    named = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", symptom.advice) if word in OPTIONS}
-    assert named <= {*symptom.options}, "every option of the advice is listed"
-    assert {*symptom.unless} <= SECTIONS.keys()
+        assert re.search(rf"\b{name}\b", check.advice), name
+    assert OPTIONS.issuperset(check.options)
+    named = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", check.advice) if word in OPTIONS}
+    assert named <= {*check.options}, "every option of the advice is listed"
+    assert {*check.unless} <= SECTIONS.keys()
 
 
 def test_an_option_that_the_page_names_exists() -> None:

@@ -92,7 +92,7 @@ _HISTORY = Fields(
     only=True,
 )  # fmt: skip
 _ANSWER = Fields({"prompt_ids": [Count], "answer_ids": [Count]}, required=("prompt_ids", "answer_ids"), only=True)
-_WATCH = Fields(
+_HEALTH = Fields(
     {
         "diagnosis": Fields(
             {"history": _HISTORY, "said": {str: NUMBER}, "seen": {str: Count}, "told_at": {str: Count}},
@@ -106,7 +106,7 @@ POSITION_FORM = Fields(
     {
         "generation": Count, "position": Count, "pass_tokens": (Count, None), "rows": (Count, None),
         "geometry": Fields({"processes": Count}, required=("processes",)),
-        "watch": (Fields({}, only=True), _WATCH),
+        "watch": (Fields({}, only=True), _HEALTH),
         "skipped_steps": Fields({"skipped": Count, "in_a_row": Count}, only=True),
         "packing": Fields({"checked": bool, "refused": (str, None)}, only=True),
         "tasks": Fields({"counts": {str: [NUMBER]}, "discarded": Count}),

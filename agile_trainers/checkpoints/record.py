@@ -71,7 +71,7 @@ class RolloutState:
     """Micro-steps taken."""
     micro_batches: list[Batch] | None
     """Micro-batches of the current generation batch; None at its start."""
-    watch: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
     """State of a :class:`~agile_trainers.monitor.health_checks.HealthChecks`."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
@@ -408,7 +408,7 @@ class RunCheckpoints:
             state = {
                 "generation": generation,
                 "position": position,
-                "watch": rollout.watch,
+                "watch": rollout.health,
                 "skipped_steps": rollout.skipped_steps,
                 "pass_tokens": rollout.pass_tokens,
                 "rows": rollout.rows,

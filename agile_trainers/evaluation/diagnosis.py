@@ -1,4 +1,4 @@
-"""Names the reasons why a run does not learn, from its metrics: one table of findings, and the watcher that reports them.
+"""Names the reasons why a run does not learn, from its metrics: the table of health checks, and what reports their findings.
 
 Every condition is a pure function of a :class:`MetricHistory` and the run's options. ``docs/troubleshooting.md`` has a
 section for each finding.
@@ -530,8 +530,8 @@ def _environment_ignores_seed(history: MetricHistory, options: Any) -> Evidence 
 
 
 @dataclass(frozen=True)
-class Symptom:
-    """A row of the table: when a finding is made, and what to change."""
+class HealthCheck:
+    """A health check, a row of the table: when its finding is made, and what to change."""
 
     name: str
     """Also the name of its section in ``docs/troubleshooting.md``."""
@@ -556,154 +556,154 @@ _COURSE = ("success", "reward", "reward_std")
 _CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old")
 """Findings that explain a task without success."""
 
-SYMPTOMS: tuple[Symptom, ...] = (
-    Symptom(
+HEALTH_CHECKS: tuple[HealthCheck, ...] = (
+    HealthCheck(
         "solved", ("success", *_MISSING), _solved,
         "Stop here, or go on with a harder task.", unless=("one_task", "success_doubtful"),
     ),
-    Symptom(
+    HealthCheck(
         "success_doubtful", (*_EPISODES, *_MISSING), _success_doubtful,
         'Check info["success"], which may be True of lost episodes. If it is right, the task was solved before training, '
         "which then improves only what else the reward pays for.",
     ),
-    Symptom(
+    HealthCheck(
         "too_hard", _EPISODES, _too_hard,
         "Choose an easier level, reward partial progress, or train on demonstrations first (--model of an SFT stage). A "
         "larger num_generations finds rarer successes.",
         ("num_generations",), unless=_CAUSES,
     ),
-    Symptom(
+    HealthCheck(
         "reward_misses_success", ("reward_success_correlation", *_COURSE), _reward_misses_success,
         "Check the sign of the reward and what it is paid for: training maximizes the reward, not success.",
     ),
-    Symptom(
+    HealthCheck(
         "worse_than_start", _COURSE, _worse_than_start,
         "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
         "latest episodes: an environment that changed, or a reward for something else, looks the same.",
         ("learning_rate",), unless=("reward_misses_success", "entropy_runaway", "sampler_too_old"),
     ),
-    Symptom(
+    HealthCheck(
         "entropy_runaway", ("entropy", "answers_cut", *_COURSE), _entropy_runaway,
         "Lower entropy_coef or temperature, then learning_rate: the bonus for variety outweighs the reward.",
         ("entropy_coef", "temperature", "learning_rate"), unless=("reward_misses_success",),
     ),
-    Symptom(
+    HealthCheck(
         "kl_pins_policy", ("kl", *_COURSE), _kl_pins_policy,
         "Lower beta (0.1 and less): the policy cannot leave its reference.",
         ("beta",), unless=("solved", "zero_advantage_groups", "too_hard", "reward_misses_success", "worse_than_start"),
     ),
-    Symptom(
+    HealthCheck(
         "one_task", ("distinct_tasks",), _one_task,
         "Give train_dataset more rows, or check task_column and task_sampling: what is learned holds for this task alone.",
         ("task_column", "task_sampling"),
     ),
-    Symptom(
+    HealthCheck(
         "rewards_missing", ("rewards/nan",), _rewards_missing,
         "Mend the reward function: check divisions and logarithms. None says that a function does not score an episode.",
     ),
-    Symptom(
+    HealthCheck(
         "zero_advantage_groups", _EPISODES, _zero_advantage,
         "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
         "num_generations or temperature makes the members of a group differ.",
         ("num_generations", "temperature"), unless=("solved", *_CAUSES),
     ),
-    Symptom(
+    HealthCheck(
         "too_easy", _EPISODES, _too_easy,
         "Choose a harder level or harder rows: most episodes teach nothing.",
         unless=("solved",),
     ),
-    Symptom(
+    HealthCheck(
         "entropy_collapse", ("entropy", "return/mean", "success"), _entropy_collapse,
         "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
         ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved", *_CAUSES),
     ),
-    Symptom(
+    HealthCheck(
         "template_collapse", ("prompt_information", "entropy"), _template_collapse,
         "Lower entropy_coef, set beta, and raise num_generations or leave out groups whose rewards hardly differ: noise "
         "drives the updates.",
         ("entropy_coef", "beta", "num_generations"), unless=("solved",),
     ),
-    Symptom(
+    HealthCheck(
         "cut_answers", ("answers_cut", "return/answers_cut", "return/mean", "return/std"), _cut_answers,
         "Raise max_new_tokens, ask for shorter answers in system_prompt, or set stop_strings.",
         ("max_new_tokens", "system_prompt", "stop_strings"), unless=("solved", *_CAUSES),
     ),
-    Symptom(
+    HealthCheck(
         "context_full", ("stop/context_full",), _context_full,
         "Raise max_model_length, or lower max_new_tokens, max_turns or max_observation_length.",
         ("max_model_length", "max_new_tokens", "max_turns", "max_observation_length"),
     ),
-    Symptom(
+    HealthCheck(
         "rewrite_full", ("stop/rewrite_full",), _rewrite_full,
         "Let history return less (a lower N, a shorter instruction), or raise max_model_length.",
         ("history", "max_model_length"),
     ),
-    Symptom(
+    HealthCheck(
         "rewritten_every_turn", ("rewrites/context", "rewrites/questions", "turns/mean"), _rewritten_every_turn,
         "Choose a history that rewrites seldom and much, such as summary:N. Leave it if each context is short by design.",
         ("history",),
     ),
-    Symptom(
+    HealthCheck(
         "episodes_cut", (*(f"stop/{name}" for name in _LIMITS), "success", "return/std"), _episodes_cut,
         "Raise max_turns or max_model_length, end episodes sooner, or set mask_truncated_completions=False.",
         ("max_turns", "max_model_length", "mask_truncated_completions"),
     ),
-    Symptom(
+    HealthCheck(
         "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), _ratio_clipped,
         "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
         "epsilon_high.",
         ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"),
     ),
-    Symptom(
+    HealthCheck(
         "sampler_too_old", ("drift/kl", "drift/effective_sample_size", "reward"), _sampler_too_old,
         "Lower batches_ahead, then learning_rate: the policy moves too far while its batches wait. Without a weight, set "
         "drift_correction.",
         ("batches_ahead", "learning_rate", "drift_correction"),
         unless=("solved", "reward_misses_success", "entropy_runaway"),
     ),
-    Symptom(
+    HealthCheck(
         "sampler_mismatch", ("sampling/sampling_logp_difference/mean",), _sampler_mismatch,
         "Remove the cause, set vllm_importance_sampling_correction=True, or raise max_logprob_gap if the mismatch is "
         "expected.",
         ("vllm_importance_sampling_correction", "max_logprob_gap"),
     ),
-    Symptom(
+    HealthCheck(
         "kl_runaway", ("kl",), _kl_runaway,
         "Raise beta or lower learning_rate; reference_update_steps moves the reference along.",
         ("beta", "learning_rate", "reference_update_steps"),
     ),
-    Symptom(
+    HealthCheck(
         "value_not_learning", ("value/error", "value/spread"), _value_not_learning,
         "Raise critic_learning_rate or vf_coef, give the critic a head start with critic_warmup_steps, or lower "
         "learning_rate.",
         ("critic_learning_rate", "vf_coef", "critic_warmup_steps", "learning_rate"), unless=("solved",),
     ),
-    Symptom(
+    HealthCheck(
         "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
         "If grad_norm is 0, the answers do not depend on the trained weights: check which parameters require gradients. "
         "Otherwise raise learning_rate (1e-5 and more for an adapter, 1e-6 and more for all weights), and train weights in "
         "float32 if they are bfloat16: smaller changes are rounded away.",
         ("learning_rate",), unless=("solved", "zero_advantage_groups", "too_hard", "episodes_cut", "kl_pins_policy"),
     ),
-    Symptom(
+    HealthCheck(
         "environment_failing", ("stop/environment_error", "stop/environment_timeout"), _environment_failing,
         "Mend the environment; agile-trainers check plays it without a model. Raise environment_timeout if it is slow.",
         ("environment_timeout",), silences_from=FAILING,
     ),
-    Symptom(
+    HealthCheck(
         "environment_ignores_seed", ("groups_with_different_starts",), _environment_ignores_seed,
         "A group's returns are compared as if only the answers differed: derive all randomness of reset from its seed.",
     ),
 )  # fmt: skip
-"""Every finding, in the order in which findings of the same step are reported."""
+"""Every health check, in the order in which findings of the same step are reported."""
 
-BY_NAME = {symptom.name: symptom for symptom in SYMPTOMS}
-METRICS = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
+BY_NAME = {check.name: check for check in HEALTH_CHECKS}
+METRICS = frozenset(name for check in HEALTH_CHECKS for name in check.reads)
 """The metrics that the conditions read."""
 
 
 def findings(history: MetricHistory, options: Any, step: int) -> dict[str, tuple[Finding, float]]:
-    """Evaluate all conditions.
+    """Apply all health checks.
 
     Args:
         history: The run's metrics.
@@ -714,10 +714,10 @@ def findings(history: MetricHistory, options: Any, step: int) -> dict[str, tuple
         What holds now, by name, with its severity.
     """
     held: dict[str, tuple[Finding, float]] = {}
-    for symptom in SYMPTOMS:
-        evidence = symptom.shown_by(history, options)
+    for check in HEALTH_CHECKS:
+        evidence = check.shown_by(history, options)
         if evidence is not None:
-            held[symptom.name] = Finding(symptom.name, step, evidence.text, symptom.advice), evidence.size
+            held[check.name] = Finding(check.name, step, evidence.text, check.advice), evidence.size
     loud = {name for name, (_, size) in held.items() if history.patience and size >= BY_NAME[name].silences_from}
     return {
         name: found
@@ -741,11 +741,11 @@ def findings_before(
     return [finding for finding, _ in findings(history, options, 0).values()]
 
 
-# ---------------------------------------------------------------------------------------------------------- watcher
+# -------------------------------------------------------------------------------------------------------- a run's course
 
 
 class Diagnosis:
-    """Watches a run: takes its metrics step by step, and returns each finding once.
+    """Applies the health checks to a run: takes its metrics step by step, and returns each finding once.
 
     A finding is returned again if it was absent for ``QUIET`` steps, or its severity has doubled.
 

@@ -1,4 +1,4 @@
-"""Watches a run for its diagnosis: takes the metrics of every step, and measures the policy itself now and then.
+"""Applies the health checks to a run: takes the metrics of every step, and measures the policy itself now and then.
 
 The measurements are two: whether answers depend on their prompt (``prompt_information``), and whether updates move the
 policy (``policy_change``).
@@ -176,7 +176,7 @@ def _episode(answer: PromptedAnswer) -> Trajectory:
 
 
 class HealthChecks:
-    """The diagnosis of a run in training.
+    """The health checks of a run in training: its diagnosis, and measurements of its policy.
 
     Args:
         options: The run's configuration.

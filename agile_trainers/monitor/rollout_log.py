@@ -40,7 +40,7 @@ class RolloutLog(TrainerCallback):
         accelerator: The trainer's.
         processing_class: The trainer's.
         checkpoints: Knows the id of the run.
-        watch: Finds what is wrong with the run.
+        health: Finds what is wrong with the run.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class RolloutLog(TrainerCallback):
         accelerator: Accelerator,
         processing_class: Any,
         checkpoints: RunCheckpoints,
-        watch: HealthChecks,
+        health: HealthChecks,
     ) -> None:
         self._args, self._accelerator, self._processing_class = args, accelerator, processing_class
-        self._watch = watch
+        self._health = health
         self._checkpoints = checkpoints
         self._every = int(args.log_rollouts)
         self._writer: RecordWriter | None = None
@@ -192,7 +192,7 @@ class RolloutLog(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write a log of the trainer, and what the diagnosis found since the last."""
-        found = [finding.to_dict() for finding in self._watch.unwritten()]
+        found = [finding.to_dict() for finding in self._health.unwritten()]
 
         def write(writer: RecordWriter) -> None:
             writer.write_metrics(state.global_step, logs or {})

@@ -699,7 +699,7 @@ class MultiTurnTrainer(GRPOTrainer):
         else:
             apply_options(self.optimizer, self.lr_scheduler, options)
         rollout = self.checkpoints.load_rollout(checkpoint)
-        self.health.restore(rollout.watch)
+        self.health.restore(rollout.health)
         self.guard = StepGuard(**rollout.skipped_steps)
         self.token_batches.restore(rollout.pass_tokens)
         self.sampler.restore(rollout.rows)

@@ -13,10 +13,10 @@ from diagnosed import HEALTHY, Options
 
 from agile_trainers.evaluation.diagnosis import (
     FAILING,
+    HEALTH_CHECKS,
     METRICS,
     QUIET,
     REPEATED,
-    SYMPTOMS,
     Diagnosis,
     MetricHistory,
     findings_before,
@@ -248,7 +248,7 @@ def test_each_planted_failure_is_named_once_and_nothing_else(case: str) -> None:
 def test_every_finding_is_planted() -> None:
     named = {name for expected, _, _ in PLANTED.values() for name in expected}
     noted = {"sampler_mismatch"}  # by the monitor; see below and tests/trainers/test_mismatch_runs.py
-    assert named | noted == {symptom.name for symptom in SYMPTOMS}
+    assert named | noted == {check.name for check in HEALTH_CHECKS}
 
 
 def test_conditions_read_the_metrics_that_the_table_states() -> None:
@@ -256,13 +256,13 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
     assert HEALTHY.keys() | {"cispo_clip_ratio"} >= METRICS
     for case, (expected, planted, options) in PLANTED.items():
         for name in expected:
-            symptom = next(symptom for symptom in SYMPTOMS if symptom.name == name)
-            own = {*symptom.reads}
+            check = next(check for check in HEALTH_CHECKS if check.name == name)
+            own = {*check.reads}
             history = MetricHistory()
             for step in range(40):
                 values = {**HEALTHY, **planted(step)}
                 history.add({metric: value for metric, value in values.items() if metric in own})
-            assert symptom.shown_by(history, options) is not None, case
+            assert check.shown_by(history, options) is not None, case
 
 
 @pytest.mark.parametrize(

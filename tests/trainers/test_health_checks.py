@@ -69,7 +69,7 @@ def test_prompt_information_needs_a_square(shape: tuple[int, int]) -> None:
         prompt_information(torch.zeros(shape))
 
 
-# ------------------------------------------------------------------------------------------------------------- the watch
+# ------------------------------------------------------------------------------------------------------------- the checks
 
 
 def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
@@ -78,17 +78,17 @@ def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
         has_critic=False, loss_type="grpo", importance_sampling_level="token", task_sampling="uniform",
         shuffle_dataset=True,
     )  # fmt: skip
-    watch = HealthChecks(options, SimpleNamespace(state=dict), speaks=False)
+    checks = HealthChecks(options, SimpleNamespace(state=dict), speaks=False)
     pending: dict[str, list[float]] = {"entropy": [1.0, 3.0]}
-    with watch.looking(1, pending):
+    with checks.looking(1, pending):
         pass
     pending["entropy"] += [5.0]
-    with watch.looking(2, pending):
+    with checks.looking(2, pending):
         pending.clear()
     pending["entropy"] = [7.0]
-    with watch.looking(3, pending):
+    with checks.looking(3, pending):
         pass
-    assert watch.state()["diagnosis"]["history"]["latest"] == {"entropy": [2.0, 5.0, 7.0]}
+    assert checks.state()["diagnosis"]["history"]["latest"] == {"entropy": [2.0, 5.0, 7.0]}
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
