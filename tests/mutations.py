@@ -2399,7 +2399,7 @@ MUTATIONS = [
         "tests/trainers/test_skip_zero_advantage.py -k whatever_its_length",
     ),
     Mutation(
-        "padded passes are dealt by the longest row, not by their columns", "step/token_batches.py",
+        "padded passes are split by the longest row, not by their columns", "step/token_batches.py",
         "columns = max(width, own_width) + max(length, own_length)", "columns = own_width + own_length",
         "tests/trainers/test_passes.py -k budget",
     ),
@@ -2408,7 +2408,7 @@ MUTATIONS = [
         "fast is None or 2 * common > length", "fast is None", "tests/trainers/test_passes.py -k stay_together",
     ),
     Mutation(
-        "a pass that is dealt as packed is padded", "step/token_batches.py",
+        "a pass that is split off as packed is padded", "step/token_batches.py",
         "if len(rows) == 1 or packer.pays(part, rows):", "if True:", "tests/trainers/test_passes.py -k does_not_pay",
     ),
     Mutation(

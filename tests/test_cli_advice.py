@@ -95,7 +95,9 @@ def test_an_engines_memory_counts_when_it_is_there() -> None:
     share, fixed = 10 * items["peak"], items["weights"] + items["gradients"] + items["optimizer"]
     assert peak(replace(PLAN, engine=Engine(share=share))) == items["peak"] + share
     assert peak(replace(PLAN, engine=Engine(share=share, sleeps=True))) == fixed + share
-    assert peak(replace(PLAN, engine=Engine(share=share, sleeps=True, parks=True))) == fixed + share - items["weights"]
+    assert (
+        peak(replace(PLAN, engine=Engine(share=share, sleeps=True, offloads=True))) == fixed + share - items["weights"]
+    )
     needed = serving(replace(PLAN, engine=Engine(parallel=2)), trace(CONFIG, PLAN))
     step = trace(CONFIG, PLAN)
     assert needed.weights == step.linear + step.others  # two bytes, on two GPUs

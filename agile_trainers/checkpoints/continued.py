@@ -14,7 +14,7 @@ from agile_trainers.checkpoints.integrity import check_complete, mark_complete
 _STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
-def adopt(checkpoint: Path, output_dir: Path, num_iterations: int) -> Path:
+def continue_checkpoint(checkpoint: Path, output_dir: Path, num_iterations: int) -> Path:
     """Copy a checkpoint, its optimizer and random states included, into the folder of another run.
 
     With another ``num_iterations`` a generation batch takes another number of optimizer steps. The step of the copy, and of
@@ -41,7 +41,7 @@ def adopt(checkpoint: Path, output_dir: Path, num_iterations: int) -> Path:
             f"{checkpoint} cannot be continued with num_iterations={num_iterations}: step {record['global_step']} is inside "
             "a generation batch of that run."
         )
-    building, folder = output_dir / f"adopted-{step}", output_dir / f"checkpoint-{step}"
+    building, folder = output_dir / f"continued-{step}", output_dir / f"checkpoint-{step}"
     shutil.rmtree(building, ignore_errors=True)  # left by a killed process
     shutil.copytree(checkpoint, building)
     # Without an id, the run that resumes here begins a branch.

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.forms import NUMBER, Count, Fields
 from agile_trainers.adapters.loading import SavedAdapters, read_weights
-from agile_trainers.checkpoints.continued import adopt
+from agile_trainers.checkpoints.continued import continue_checkpoint
 from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
@@ -175,7 +175,7 @@ class Rounds:
     def _train(self, one: _Round, evaluation: Any) -> None:
         assignment = one.assignment
         if assignment.source is not None and not checkpoints(assignment.folder):
-            adopt(assignment.source, assignment.folder, assignment.args.num_iterations)
+            continue_checkpoint(assignment.source, assignment.folder, assignment.args.num_iterations)
         trainer = self.make_trainer(assignment.args)
         trainer.add_callback(_EndOfRound(assignment.end))
         if self._on_trainer is not None:

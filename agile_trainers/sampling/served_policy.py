@@ -53,7 +53,7 @@ class ServedPolicy(ABC):
         max_model_length: int | None,
     ):
         self._model, self._accelerator, self._distribution = model, accelerator, distribution
-        self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
+        self._sleeps, self._offloads = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
         self.dtype = compute_dtype(args, model)
         self._group = self._make_group(args)
@@ -165,7 +165,7 @@ class ServedPolicy(ABC):
         if self._group is not None:
             # As TRL does: the gradients' last messages must be through before vLLM sends its own.
             self._accelerator.wait_for_everyone()
-        with offloaded(self._model, self._parks):
+        with offloaded(self._model, self._offloads):
             if self._sleeps:
                 self._wake("kv_cache")
             try:

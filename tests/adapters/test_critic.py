@@ -161,7 +161,7 @@ def test_values_are_read_at_the_positions_and_nowhere_else(base, model):
                 assert bool(moved) is moves, (row, column, shift)
 
 
-def test_a_reference_pass_freezes_the_critic_and_thawing_undoes_it(model):
+def test_a_reference_pass_freezes_the_critic_and_unfreezing_undoes_it(model):
     def trainable():
         return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -170,7 +170,7 @@ def test_a_reference_pass_freezes_the_critic_and_thawing_undoes_it(model):
     assert any(".critic" in name for name in everything) and any(".default" in name for name in everything)
     with use_adapter(model, None):
         pass
-    assert not any(".critic" in name for name in trainable()), "PEFT no longer freezes: thawing may be needless"
+    assert not any(".critic" in name for name in trainable()), "PEFT no longer freezes: unfreezing may be needless"
     unfreeze(model, (POLICY, CRITIC))
     assert trainable() == everything
     assert "base_model.model.value_head.original_module.weight" not in everything

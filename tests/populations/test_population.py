@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.checkpoints.continued import adopt
+from agile_trainers.checkpoints.continued import continue_checkpoint
 from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
@@ -367,12 +367,12 @@ def test_a_mutated_number_of_iterations_changes_training(continued):
 
 
 def test_a_copy_has_weights_and_moments_and_is_a_branch(continued, tmp_path):
-    copied = adopt(continued.parent, tmp_path, 3)
+    copied = continue_checkpoint(continued.parent, tmp_path, 3)
     assert copied.name == "checkpoint-3" and different(copied, continued.parent) == []
     record, before = read_json(copied / RECORD), read_json(continued.parent / RECORD)
     assert (record["global_step"], record["run_id"]) == (3, "") and before["run_id"]
     with pytest.raises(ValueError, match="num_iterations=1"):
-        adopt(copied_with(copied, 2), tmp_path / "other", 1)
+        continue_checkpoint(copied_with(copied, 2), tmp_path / "other", 1)
 
 
 def copied_with(checkpoint: Path, iterations: int) -> Path:

@@ -389,7 +389,7 @@ def test_a_run_trains(embedded_model: Path, tmp_path: Path, algorithm: str, corr
 
 
 @pytest.mark.parametrize("correction", RUNS)
-def test_a_run_is_the_same_however_its_rows_are_dealt(embedded_model: Path, tmp_path: Path, correction: str) -> None:
+def test_a_run_is_the_same_however_its_rows_are_split(embedded_model: Path, tmp_path: Path, correction: str) -> None:
     """In micro-batches, in passes of few tokens, packed."""
     found = {}
     for name, changes in {

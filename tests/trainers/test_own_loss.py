@@ -1,4 +1,4 @@
-"""A loss that an algorithm brings: equal to TRL's where it computes the same, however its rows are dealt to passes."""
+"""A loss that an algorithm brings: equal to TRL's where it computes the same, however its rows are split into passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows dealt to forward passes by tokens: loss, gradient and metrics stay those of the micro-batch."""
+"""Rows split into forward passes by tokens: loss, gradient and metrics stay those of the micro-batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listed(passes):
     return [rows.tolist() for rows in passes]
 
 
-def test_padded_rows_are_dealt_by_rows_times_columns():
+def test_padded_rows_are_split_by_rows_times_columns():
     none, lengths = torch.zeros(6, dtype=torch.long), torch.tensor([2, 3, 4, 4, 9, 30])
     assert listed(split_padded(none, lengths, 12)) == [[0, 1, 2], [3], [4], [5]]
     assert listed(split_padded(lengths, none, 12)) == [[0, 1, 2], [3], [4], [5]]
@@ -39,7 +39,7 @@ def test_padded_rows_are_dealt_by_rows_times_columns():
     assert listed(split_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 16, multiple=4)) == [[0, 1]]
 
 
-def test_packed_rows_are_dealt_by_distinct_tokens():
+def test_packed_rows_are_split_by_distinct_tokens():
     def packed(lengths, shared, budget, multiple=1):
         return listed(split_packed(torch.tensor(lengths), torch.tensor(shared), budget, multiple))
 
@@ -110,8 +110,8 @@ def test_no_pass_of_several_rows_exceeds_the_budget(embedded_model, tmp_path, en
     assert several > 1
 
 
-def test_rows_whose_packing_does_not_pay_are_dealt_as_padded(embedded_model, tmp_path, monkeypatch):
-    """A pass decides by itself whether it is packed: what was dealt by distinct tokens may be padded."""
+def test_rows_whose_packing_does_not_pay_are_split_as_padded(embedded_model, tmp_path, monkeypatch):
+    """A pass decides by itself whether it is packed: what was split by distinct tokens may be padded."""
     trainer = make_trainer(
         embedded_model, tmp_path, environment=LongPrompt, sequence_packing="prefix", skip_zero_advantage=False
     )

@@ -50,7 +50,7 @@ class Engine:
     """Processes that share an engine."""
     sleeps: bool = False
     """True if the engine's memory is free outside of rollouts."""
-    parks: bool = False
+    offloads: bool = False
     """True if the policy's weights are in the CPU's memory in rollouts."""
     slots: int = 0
     """Adapters of which a server that the run starts has copies on its GPUs."""
@@ -133,7 +133,7 @@ def plan_memory(
         share=share if args.vllm_mode == "colocate" or shares else None,
         parallel=args.vllm_tensor_parallel_size,
         sleeps=args.vllm_enable_sleep_mode,
-        parks=args.offload_policy_during_rollout,
+        offloads=args.offload_policy_during_rollout,
         slots=adapter_slots(args) if args.vllm_server_start else 0,
     )
     tokens, decoded = min(tokens, room), min(decoded, room)
@@ -229,7 +229,7 @@ def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | Non
     if plan.engine is not None and rollout[0].size:
         engine = rollout[0].size
         most["an update"] += 0 if plan.engine.sleeps else engine
-        most["a rollout"] = fixed - (state[0].size if plan.engine.parks else 0) + engine
+        most["a rollout"] = fixed - (state[0].size if plan.engine.offloads else 0) + engine
     when = max(most, key=most.__getitem__)
     return [*items, MemoryItem("peak", most[when], f"in {when}: {_RULES[when]}")]
 
