@@ -210,7 +210,7 @@ def cases(tiny: bool, vllm: bool) -> list[Case | Update | Decoding]:
         Decoding("0.5B", 256, 1024),
         Update("7B", "whole"),
         Decoding("7B", 64, 1024),
-        *(Update("0.5B", part) for part in ("long", "ragged", "sure", "silent")),
+        *(Update("0.5B", part) for part in ("long", "ragged", "sure", "zero_advantage")),
         Update("7B", "long"),
         *_steps("0.5B", 16384, False),
         *(case for tokens in (4096, 16384) for case in _steps("1.5B", tokens, False)),

@@ -126,8 +126,8 @@ def mixed(seed: int, arm: str) -> Run:
     """Train on rows of all ranges with one way of drawing them.
 
     Returns:
-        ``curve``, for each evaluation the episodes played and the success at each range; ``signals``, the share of groups
-        with an advantage before each evaluation but the first.
+        ``curve``, for each evaluation the episodes played and the success at each range; ``informative_shares``, the share
+        of informative groups (with an advantage) before each evaluation but the first.
     """
     with tempfile.TemporaryDirectory() as folder:
         games = [(high, 1 + n * high // ROWS) for high in RANGES for n in range(ROWS)]
@@ -160,10 +160,10 @@ def mixed(seed: int, arm: str) -> Run:
         trainer.remove_callback(PrinterCallback)
         watch.note()
         trainer.train()
-    signals = [1 - log["zero_advantage_groups"] for log in trainer.state.log_history if "zero_advantage_groups" in log]
+    shares = [1 - log["zero_advantage_groups"] for log in trainer.state.log_history if "zero_advantage_groups" in log]
     # One value for each evaluation but the first.
-    signals = [round(fmean(signals[n : n + EVERY]), 4) for n in range(0, len(signals), EVERY)]
-    return {"curve": watch.curve, "signals": signals}
+    shares = [round(fmean(shares[n : n + EVERY]), 4) for n in range(0, len(shares), EVERY)]
+    return {"curve": watch.curve, "informative_shares": shares}
 
 
 _QUIET: dict[str, Any] = {
@@ -203,7 +203,7 @@ def demo_stage(seed: int, arm: str) -> Run:
     last = logs[len(logs) * 2 // 3 :]
     updates, batch = len(logs), GROUP * demo.HIGH
     return {
-        "signal": round(1 - fmean(log["zero_advantage_groups"] for log in last), 4),
+        "informative": round(1 - fmean(log["zero_advantage_groups"] for log in last), 4),
         "episodes": int(logs[-1].get("episodes_played", updates * batch)),
         "episodes_per_update": round(batch + GROUP * fmean(log.get("resampling/groups", 0.0) for log in last), 1),
         "success": round(success, 4),
@@ -303,7 +303,7 @@ def _mixed_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
         **{name: [fmean(column) for column in zip(*counts)] for name, counts in needed.items()},
         "start": _columns(pairs, lambda run: fmean(run["curve"][0][1:])),
         "success": _columns(pairs, lambda run: float(smooth(run["curve"])[1][-1])),
-        "signal": _columns(pairs, lambda run: fmean(run["signals"])),
+        "informative": _columns(pairs, lambda run: fmean(run["informative_shares"])),
         **{
             f"range of {high}": _columns(pairs, lambda run: fmean(point[at] for point in run["curve"][-3:]))  # noqa: B023
             for at, high in enumerate(RANGES, 1)
@@ -312,7 +312,7 @@ def _mixed_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
 
 
 def _demo_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
-    names = ("signal", "episodes", "episodes_per_update", "success")
+    names = ("informative", "episodes", "episodes_per_update", "success")
     ratios = {name: [other[name] / base[name] for base, other in pairs] for name in names[:2]}
     return {
         "compared": {name: _compared(of_seeds) for name, of_seeds in ratios.items()},
@@ -336,7 +336,7 @@ def mixed_table(arm: str, of: dict[str, Any]) -> str:
         "start": ("success before training", ".3f"),
         "success": ("success after training", ".3f"),
         **{f"range of {high}": (f"success after training, range of {high}", ".2f") for high in RANGES},
-        "signal": ("share of groups with an advantage", ".2f"),
+        "informative": ("share of groups with an advantage", ".2f"),
     }
     rows = [f"| {len(of['seeds'])} seeds | uniform | {arm} | ratio (95 % interval) |", "|---|---|---|---|"]
     for name, (label, form) in labels.items():
@@ -354,9 +354,9 @@ def demo_table(arms: dict[str, dict[str, Any]]) -> str:
     largest = max(arms.values(), key=lambda of: len(of["seeds"]))
     named = [("none", 0, largest), *((arm, 1, of) for arm, of in arms.items())]
     for arm, at, of in named:
-        signal, episodes = (_shown(of["compared"][name]) if at else "" for name in ("signal", "episodes"))
+        informative, episodes = (_shown(of["compared"][name]) if at else "" for name in ("informative", "episodes"))
         options = ", ".join(f"`{name}={value!r}`" for name, value in DEMO_ARMS[arm].items()) or "none"
-        cells = [options, str(len(of["seeds"])), f"{of['signal'][at]:.3f}", signal]
+        cells = [options, str(len(of["seeds"])), f"{of['informative'][at]:.3f}", informative]
         cells += [f"{of['episodes'][at]:,.0f}", episodes, f"{of['success'][at]:.3f}"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -371,19 +371,19 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
 def picture(runs: list[Run]) -> Figure:
     """Draw success and share of groups with an advantage over episodes: mean of each arm, and the range over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    success, signal = figure.subplots(1, 2)
+    success, informative = figure.subplots(1, 2)
     for arm, color in zip(MIXED_ARMS, ("tab:gray", "tab:blue", "tab:green")):
         of_arm = [run for run in runs if run["part"] == "mixed" and run["arm"] == arm]
         if not of_arm:
             continue
         episodes = smooth(of_arm[0]["curve"])[0]
-        successes, signals = [smooth(run["curve"])[1] for run in of_arm], [run["signals"] for run in of_arm]
-        for axes, at, values in ((success, episodes, successes), (signal, episodes[1:], signals)):
+        successes, shares = [smooth(run["curve"])[1] for run in of_arm], [run["informative_shares"] for run in of_arm]
+        for axes, at, values in ((success, episodes, successes), (informative, episodes[1:], shares)):
             axes.plot(at, np.mean(values, axis=0), color=color, label=arm)
             axes.fill_between(at, np.min(values, axis=0), np.max(values, axis=0), color=color, alpha=0.2, linewidth=0)
     success.axhline(HALVING, color="black", linestyle=":", linewidth=1, label="halving")
     success.set(xlabel="episodes", ylabel="success, mean of the ranges")
-    signal.set(xlabel="episodes", ylabel="share of groups with an advantage", ylim=(0, None))
+    informative.set(xlabel="episodes", ylabel="share of groups with an advantage", ylim=(0, None))
     success.legend(loc="lower right", frameon=False)
     return figure
 
@@ -427,7 +427,7 @@ def main() -> int:
     PAGE.write_text(f"{before}\n\n{tables(found)}\n\n{after}", encoding="utf-8")
     picture(load()).savefig(PICTURE, dpi=130)
     saved = [of["compared"]["needed"]["ratio"] for of in found["mixed"].values() if of["compared"]["needed"]]
-    factor = max(of["compared"]["signal"]["ratio"] for of in found["demo"].values())
+    factor = max(of["compared"]["informative"]["ratio"] for of in found["demo"].values())
     return 0 if saved and min(saved) <= TARGET_RATIO and factor >= TARGET_FACTOR else 1
 
 

@@ -60,8 +60,8 @@ GRPO_OURS = {"scale_rewards": "none", "advantage_granularity": "trajectory"}
 PARTS = {
     **{name: Part(w.name, name, options=GRPO_OURS) for name, w in WORKLOADS.items()},
     "filtered": Part(
-        "half silent, filter_zero_adv=True",
-        "silent",
+        "half zero-advantage, filter_zero_adv=True",
+        "zero_advantage",
         options=GRPO_OURS,
         theirs={"filter_zero_adv": True},
         same_gradient=False,
@@ -128,7 +128,7 @@ def compare(part: Part, model: Path, pairs: int) -> dict[str, Any]:
     episodes = workload.make(random.Random(0), vocabulary)
     result: dict[str, Any] = {
         "tokens": sum(len(e.ids) for e in episodes),
-        "distinct_tokens": distinct_tokens(episodes[: len(episodes) - workload.silent_groups * GROUP]),
+        "distinct_tokens": distinct_tokens(episodes[: len(episodes) - workload.zero_advantage_groups * GROUP]),
         "seconds": {"ours": [], "AgileRL": []},
     }
     with tempfile.TemporaryDirectory() as name, OtherSide(AGILERL, SCRIPT) as other:

@@ -3,8 +3,8 @@
 Five batches of episodes are trained on, without playing them: `trainer.update` takes them here, and a ``rollout_func`` that
 returns them on TRL's side. The sides alternate in one process with one thread, and a ratio is taken within each pair, of the
 CPU seconds of the process. The first pair warms up; in it, bytes of saved tensors and tokens of the LM head are counted. The
-physical limit is the bare model with its adapter: forward and backward over the distinct tokens of the episodes with a
-signal, the head on action tokens, in the fastest of several micro-batchings. On a GPU (``--shape 0.5B``, run by `make
+physical limit is the bare model with its adapter: forward and backward over the distinct tokens of the informative
+groups, the head on action tokens, in the fastest of several micro-batchings. On a GPU (``--shape 0.5B``, run by `make
 bench-gpu`) times are seconds of the clock, in bf16. The results are kept in
 ``results/update_vs_trl.json``, a workload at a time, and the tables of ``docs/performance.md`` are written from them.
 """
@@ -108,7 +108,7 @@ class Workload:
     """Takes a source of chance and the number of ids; returns whole groups."""
     limits: tuple[tuple[bool, int], ...]
     """(whether the members' common start is read once, rows of a forward pass)"""
-    silent_groups: int = 0
+    zero_advantage_groups: int = 0
     """Groups at the end whose episodes have equal rewards."""
 
 
@@ -165,7 +165,7 @@ def _long(chance: random.Random, vocabulary: int) -> list[Episode]:
     return episodes
 
 
-def _silenced(make: Callable[..., list[Episode]]) -> Callable[[random.Random, int], list[Episode]]:
+def _half_equal(make: Callable[..., list[Episode]]) -> Callable[[random.Random, int], list[Episode]]:
     def batch(chance: random.Random, vocabulary: int) -> list[Episode]:
         episodes = make(chance, vocabulary)
         return [
@@ -182,7 +182,9 @@ WORKLOADS = {
     "ragged": Workload("ragged", 0.5, _groups(_ragged), ROWS),
     "long": Workload("long prompt", 0.35, _long, ((True, 1), (True, 4), (True, 8))),
     "sure": Workload("sure policy", 0.65, _groups(_sure), ((True, 1), (True, 4))),
-    "silent": Workload("half silent", 0.45, _silenced(_groups(_whole)), ROWS, silent_groups=1),
+    "zero_advantage": Workload(
+        "half zero-advantage", 0.45, _half_equal(_groups(_whole)), ROWS, zero_advantage_groups=1
+    ),
 }
 
 
@@ -496,7 +498,7 @@ def compare(workload: Workload, model: Path, pairs: int) -> dict[str, Any]:
     """Measure one workload on our side, TRL's and the bare model."""
     vocabulary = AutoModelForCausalLM.from_pretrained(model).config.vocab_size
     episodes = workload.make(random.Random(0), vocabulary)
-    groups = EPISODES // GROUP - workload.silent_groups
+    groups = EPISODES // GROUP - workload.zero_advantage_groups
     ours_counts = Counts()
     limit = Limit(model)
     best = min(workload.limits, key=lambda plan: seconds(limit.run, episodes, groups, *plan))
@@ -598,7 +600,7 @@ def _spread(values: Sequence[float]) -> str:
 def update_table(results: dict[str, Any]) -> str:
     """The update of each workload as a Markdown table."""
     lines = [
-        "| workload | tokens | distinct, with signal | ours | TRL | limit | ours / TRL | bar | ours / limit | bar |",
+        "| workload | tokens | distinct, informative | ours | TRL | limit | ours / TRL | bar | ours / limit | bar |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():
@@ -614,7 +616,7 @@ def update_table(results: dict[str, Any]) -> str:
 def memory_table(results: dict[str, Any]) -> str:
     """Bytes kept for the backward pass and tokens of the LM head as a Markdown table."""
     lines = [
-        "| workload | MiB kept, ours | TRL | ratio | tokens of the LM head, ours | TRL | action tokens with signal |",
+        "| workload | MiB kept, ours | TRL | ratio | tokens of the LM head, ours | TRL | informative action tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():

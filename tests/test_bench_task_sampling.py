@@ -50,18 +50,22 @@ def test_ratios_are_paired_by_seed_and_geometric() -> None:
     plain = {"part": "demo", "arm": "none", "episodes": 100, "episodes_per_update": 96.0, "success": 0.9}
     two, four = {**plain, "arm": "replace 2", "episodes": 150}, {**plain, "arm": "replace 4", "episodes": 400}
     runs = [
-        {**plain, "seed": 0, "signal": 0.1},
-        {**plain, "seed": 1, "signal": 0.4},
-        {**plain, "seed": 2, "signal": 0.4},
+        {**plain, "seed": 0, "informative": 0.1},
+        {**plain, "seed": 1, "informative": 0.4},
+        {**plain, "seed": 2, "informative": 0.4},
     ]
-    runs += [{**two, "seed": 1, "signal": 0.4}, {**two, "seed": 0, "signal": 0.4}, {**four, "seed": 2, "signal": 0.8}]
+    runs += [
+        {**two, "seed": 1, "informative": 0.4},
+        {**two, "seed": 0, "informative": 0.4},
+        {**four, "seed": 2, "informative": 0.8},
+    ]
     (arms,) = bench.summarize(runs).values()
     found = arms["replace 2"]
-    ratio = found["compared"]["signal"]
+    ratio = found["compared"]["informative"]
     assert (
         found["seeds"] == [0, 1] and ratio["ratio"] == pytest.approx(2) and ratio["interval"] == pytest.approx((1, 4))
     )
-    assert found["signal"] == pytest.approx([0.25, 0.4]) and found["episodes"] == [100, 150]
+    assert found["informative"] == pytest.approx([0.25, 0.4]) and found["episodes"] == [100, 150]
     assert found["compared"]["episodes"]["ratio"] == pytest.approx(1.5)
     assert arms["replace 4"]["seeds"] == [2] and arms["replace 4"]["compared"]["episodes"]["ratio"] == pytest.approx(4)
     first, _, *rows = bench.demo_table(arms).splitlines()
@@ -75,10 +79,10 @@ def curves() -> list[dict[str, object]]:
     success = [0.55, 0.55, 0.55, 0.7, 0.55]
     return [
         {
-            "part": "mixed", "arm": arm, "seed": seed, "signals": [0.5, 0.4, 0.3, signal],
+            "part": "mixed", "arm": arm, "seed": seed, "informative_shares": [0.5, 0.4, 0.3, share],
             "curve": [[n * every, *[value] * len(bench.RANGES)] for n, value in enumerate(success)],
         }
-        for seed, signal in ((0, 0.1), (1, 0.3))
+        for seed, share in ((0, 0.1), (1, 0.3))
         for arm, every in (("uniform", 10), ("adaptive", 5))
     ]  # fmt: skip
 
@@ -92,10 +96,10 @@ def test_a_run_that_begins_at_the_target_has_no_ratio() -> None:
 
 
 def test_the_picture_shows_mean_and_range_over_seeds() -> None:
-    success, signal = bench.picture(curves()).axes
+    success, informative = bench.picture(curves()).axes
     assert success.lines[0].get_xdata() == pytest.approx([0, 10, 20, 30, 40])
     assert success.lines[1].get_ydata() == pytest.approx([0.55, 0.55, 0.6, 0.6, 0.6])
-    assert signal.lines[1].get_xdata() == pytest.approx([5, 10, 15, 20])
-    assert signal.lines[1].get_ydata() == pytest.approx([0.5, 0.4, 0.3, 0.2])
-    low, high = signal.collections[1].get_datalim(signal.transData).intervaly
+    assert informative.lines[1].get_xdata() == pytest.approx([5, 10, 15, 20])
+    assert informative.lines[1].get_ydata() == pytest.approx([0.5, 0.4, 0.3, 0.2])
+    low, high = informative.collections[1].get_datalim(informative.transData).intervaly
     assert (low, high) == pytest.approx((0.1, 0.5))

@@ -28,7 +28,7 @@ def test_the_workloads_have_the_tokens_that_the_page_states():
     shared = 70 + 4 * (32 + 70)
     assert bench.distinct_tokens(batches["sure"]) == 2 * (shared + 8 * (816 - shared))
     assert bench.distinct_tokens(batches["whole"]) == 2 * (70 + 8 * (816 - 70))
-    returns = [sum(e.rewards) for e in batches["silent"]]
+    returns = [sum(e.rewards) for e in batches["zero_advantage"]]
     assert len(set(returns[:8])) == 8 and len(set(returns[8:])) == 1
     for batch in batches.values():
         for e in batch:

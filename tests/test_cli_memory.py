@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-SIGNAL = {"skip_zero_advantage": False}
+READ_ALL = {"skip_zero_advantage": False}
 
 
 class Talks:
@@ -153,8 +153,8 @@ def run(
         "max_turns": 2, "max_new_tokens": 12, "per_device_train_batch_size": 4, "gradient_checkpointing": False,
         "bf16": False, "use_cpu": True, "max_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "output_dir": str(folder / "run"), "log_rollouts": False, "learning_rate": 1e-3,
-        # The plan is of padded rows in one pass, each with a signal.
-        "sequence_packing": "none", "max_tokens_per_micro_batch": 100_000, **({} if kind == "ppo" else SIGNAL),
+        # The plan is of padded rows in one pass, none left out for its advantage.
+        "sequence_packing": "none", "max_tokens_per_micro_batch": 100_000, **({} if kind == "ppo" else READ_ALL),
     } | case.options  # fmt: skip
     # PPO's plan is of a pass that trains both: the critic is read a second time with several iterations.
     settings |= {"num_generations": 2} if kind == "grpo" else {"num_iterations": 2}

@@ -167,7 +167,7 @@ class MultiTurnConfig(GRPOConfig):
     task_sampling: str = option(
         "uniform",
         "Choice of the tasks that groups start from: `uniform` (rows in TRL's order, environments by their weights), or "
-        "`adaptive`, by how often a task still has a signal. `adaptive` changes the objective, see "
+        "`adaptive`, by how often a task's group is informative. `adaptive` changes the objective, see "
         "[task sampling](task_sampling.md).",
     )
     task_column: str | None = option(

@@ -31,7 +31,7 @@ UNSOLVED = 0.02
 EASY = 0.8
 """Share of successful episodes from which a task is too easy for the policy that training starts with."""
 MOST = 0.95
-"""Share of episodes without advantage from which a batch has no signal."""
+"""Share of episodes without advantage from which a batch counts as having no informative group."""
 STILL = 1e-3
 """Change of a token's log-probability, in nats, up to which a policy has not moved."""
 ERRORS = 5.0

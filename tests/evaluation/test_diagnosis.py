@@ -22,7 +22,7 @@ from agile_trainers.evaluation.diagnosis import (
     findings_before,
 )
 
-SILENT = {"advantage/zero": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
+ZERO = {"advantage/zero": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
 
 Planted = Callable[[int], dict[str, float]]
 
@@ -62,15 +62,15 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "all succeed, once the policy has learned it": (
         ["solved"], lambda step: {"success": 0.4 if step < 5 else 1.0}, Options(),
     ),
-    "no success": (["too_hard"], always({**SILENT, "success": 0.0}), Options()),
-    "no success and no learning": (["too_hard"], always({**SILENT, "success": 0.0, "policy_change": 0.0}), Options()),
-    "a constant reward, success unknown": (["zero_advantage_groups"], always({**SILENT, "success": math.nan}), Options()),
-    "no signal at half success": (["zero_advantage_groups"], always({"advantage/zero": 0.97}), Options()),
-    "no signal, and two states of fifty are left": (
+    "no success": (["too_hard"], always({**ZERO, "success": 0.0}), Options()),
+    "no success and no learning": (["too_hard"], always({**ZERO, "success": 0.0, "policy_change": 0.0}), Options()),
+    "a constant reward, success unknown": (["zero_advantage_groups"], always({**ZERO, "success": math.nan}), Options()),
+    "no advantage at half success": (["zero_advantage_groups"], always({"advantage/zero": 0.97}), Options()),
+    "no advantage, and two states of fifty are left": (
         [], lambda step: {"advantage/zero": min(step / 20, 0.97), "success": min(0.4 + step / 20, 0.93)}, Options(),
     ),
     "a constant reward with a critic": (
-        ["zero_advantage_groups"], always({**SILENT, "advantage/zero": 0.0, "value/spread": 0.5}), Options(has_critic=True),
+        ["zero_advantage_groups"], always({**ZERO, "advantage/zero": 0.0, "value/spread": 0.5}), Options(has_critic=True),
     ),
     "easy from the start": (["too_easy"], always({"success": 0.85}), Options()),
     "entropy falls": (["entropy_collapse"], falling("entropy", 0.05), Options()),
@@ -153,7 +153,7 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "a flipped sign": (
         ["reward_misses_success"],
         lambda step: {
-            "reward_success_correlation": -1.0, "success": max(0.4 - 0.05 * step, 0.0), **(SILENT if step > 8 else {}),
+            "reward_success_correlation": -1.0, "success": max(0.4 - 0.05 * step, 0.0), **(ZERO if step > 8 else {}),
         },
         Options(),
     ),
@@ -269,7 +269,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
     ("name", "metrics", "options"),
     [
         ("solved", {"success": 0.949}, {}),
-        ("too_hard", {**SILENT, "success": 0.03}, {}),
+        ("too_hard", {**ZERO, "success": 0.03}, {}),
         ("zero_advantage_groups", {"advantage/zero": 0.94}, {}),
         ("zero_advantage_groups", {"advantage/zero": 0.97, "success": 0.91}, {}),
         ("too_easy", {"success": 0.79}, {}),

@@ -39,7 +39,7 @@ SMALL = """\
 LENGTH = 512
 LONGER = """
 class Longer:
-    \"\"\"Pays for the length of an answer, so that a group has a signal.\"\"\"
+    \"\"\"Pays for the length of an answer, so that a group is informative.\"\"\"
 
     def reset(self, seed=None, options=None):
         return f"Question {seed % 7}?", {}

@@ -197,9 +197,9 @@ def test_without_correction_nothing_is_scored_for_it(embedded_model: Path, tmp_p
 def test_episodes_that_are_not_scored_do_not_count(embedded_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(embedded_model, tmp_path, skip_zero_advantage=True, zero_advantage_eps=0.9, **VLLM)
     batch = draw_batch(trainer)
-    silent = (batch["advantages"].abs() <= 0.9).all(dim=1)
-    assert silent.any() and not silent.all()
-    assert (batch["importance_sampling_ratio"][silent] == 1).all()
+    unread = (batch["advantages"].abs() <= 0.9).all(dim=1)
+    assert unread.any() and not unread.all()
+    assert (batch["importance_sampling_ratio"][unread] == 1).all()
     assert trainer._metrics["train"][f"{MISMATCH}/max"][-1] < 1e-3
     loss_and_gradients(trainer, batch)
 

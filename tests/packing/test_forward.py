@@ -214,7 +214,7 @@ def count_head(monkeypatch: pytest.MonkeyPatch, seen: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_without_any_scored_token_have_a_gradient_of_zero(packed):
-    """Other processes wait for the backward pass of a micro-batch without signal."""
+    """Other processes wait for the backward pass of a micro-batch without an informative group."""
     model, batch = make_model("qwen2"), rows()
     scored = torch.zeros_like(batch.pop("scored"))
     outputs = PackedForward(model).reading(model, scored, pack=lambda *_: packed)(**batch, fused_lm_head=True)

@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
         "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2, "diagnosis_interval": 50,
     },
-    # What is drawn depends on the signals so far; a generation batch serves two steps.
+    # What is drawn depends on which groups were informative so far; a generation batch serves two steps.
     "tasks": {
         "num_generations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3,
         "environment": Uneven, "train_dataset": Dataset.from_dict({"number": list(range(6))}), "task_column": "number",

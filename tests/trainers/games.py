@@ -53,7 +53,7 @@ class Long(Chatter):
 
 
 class Uneven(Chatter):
-    """Pays nothing where the row's number, or the seed, is even: such a group has no signal."""
+    """Pays nothing where the row's number, or the seed, is even: such a group is a zero-advantage group."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self.pays = (options["number"] if options else seed or 0) % 2

@@ -152,12 +152,12 @@ def test_what_was_not_trained_on_has_null(embedded_model: Path, tmp_path: Path) 
     trainer.train()
     reasons = set()
     for record in recorded(tmp_path):
-        silent = not any(turn["advantage"] for turn in record["turns"])
+        zero = not any(turn["advantage"] for turn in record["turns"])
         failed, truncated = record["stop_reason"] == "environment_error", record["truncated"]
-        reasons.add((silent, failed, truncated))
+        reasons.add((zero, failed, truncated))
         if failed or truncated:
             assert all(record[name] is None for name in TRAINED)
-        elif not silent:
+        elif not zero:
             assert all(record[name] is not None for name in TRAINED if name != "kl")
         assert record["kl"] is None
     assert {(False, False, False), (True, False, False), (True, True, False), (True, False, True)} <= reasons

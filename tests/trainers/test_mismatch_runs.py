@@ -215,7 +215,7 @@ def test_after_a_first_batch_that_agreed_a_mismatch_warns_once(
     assert mismatches[0] < 1e-5 and min(mismatches[1:]) > 1e-2
 
 
-def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
+def shift_the_samplers(trainer: MultiTurnTrainer, unread: bool) -> list[int]:
     """Let the sampler's log-probs be wrong in rows without an advantage above .9, or in the others; count the former."""
     credit, measure = trainer._credit, trainer._open_mismatch
     advantages: list[torch.Tensor] = []
@@ -229,7 +229,7 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
         rows = (advantages[-1].abs() <= 0.9).all(dim=1)
         count.append(int(rows.sum()))
-        batch.sampling_logprobs[rows == silent] -= 1.0  # in place: the training batch holds the same tensor
+        batch.sampling_logprobs[rows == unread] -= 1.0  # in place: the training batch holds the same tensor
         measure(batch, scores, trained)
 
     trainer._credit, trainer._open_mismatch = remember, shifted  # type: ignore[method-assign]
@@ -251,11 +251,11 @@ def test_a_resumed_run_warns(embedded_model: Path, tmp_path: Path, caplog: pytes
 def test_rows_that_are_not_read_do_not_count(embedded_model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"skip_zero_advantage": True, "zero_advantage_eps": 0.9, "seed": 5, **changes}
     trainer = make_trainer(embedded_model, tmp_path, **changes)
-    silent = shift_the_samplers(trainer, silent=True)
+    left_out = shift_the_samplers(trainer, unread=True)
     trainer.train()
-    assert 0 < silent[0] < 8 and logs(trainer, MEAN)[0] < 1e-5
+    assert 0 < left_out[0] < 8 and logs(trainer, MEAN)[0] < 1e-5
     trainer = make_trainer(embedded_model, tmp_path, **changes)
-    shift_the_samplers(trainer, silent=False)
+    shift_the_samplers(trainer, unread=False)
     with pytest.raises(SamplerMismatchError):
         trainer.train()
 

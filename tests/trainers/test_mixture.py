@@ -383,7 +383,7 @@ def test_several_environments_are_described():
 
 
 def test_returns_are_normalized_within_each_environment():
-    """Bits of the rows alone; a set of one value and one of equal values have no signal."""
+    """Bits of the rows alone; a set of one value and one of equal values are zero-advantage groups."""
     returns = torch.tensor([[1.0, 2.0], [100.0, 300.0], [4.0, 0.0], [500.0, 0.0], [7.0, 0.0]])
     mask = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 0], [1, 0]]) > 0
     sets = torch.tensor([3, 9, 3, 9, 5])

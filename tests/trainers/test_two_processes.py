@@ -21,7 +21,7 @@ CASES = {
     "one-group": {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
     "batch-statistics": {"scale_rewards": "batch", "loss_type": "grpo", "advantage_granularity": "trajectory"},
     "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2, "by_hand": True},
-    # Groups differ in whether they have a signal, and with them the ranks.
+    # Some groups are informative and some are not, and with them the ranks.
     "rows-skipped": {
         "skip_zero_advantage": True,
         "zero_advantage_eps": 0.5,
@@ -61,7 +61,7 @@ CASES = {
         "environment_weights": {"chatter": 3, "one": 1},
         "num_generations": 1,
     },
-    # Silent groups, of which one process has more than the other, are replaced; the tasks of all are counted.
+    # Zero-advantage groups, of which one process has more than the other, are replaced; the tasks of all are counted.
     "tasks": {
         "judged": True,
         "environment": "games:Uneven",
