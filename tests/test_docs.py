@@ -72,7 +72,7 @@ lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrained("runs/dpo")
 """,
     "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
-    "docs/episode_records.md": SNIPPET,
+    "docs/rollout_log.md": SNIPPET,
     "docs/evaluation.md": "import shutil\nfor name in ('sft', 'adapter'): shutil.copytree('model', f'runs/demo/{name}')\n",
     "docs/rollouts.md": SNIPPET,
 }

@@ -198,7 +198,7 @@ class MultiTurnConfig(GRPOConfig):
     log_rollouts: int = option(
         1,
         "Write the episodes of every N-th generation batch, and of every evaluation, to `output_dir/rollouts/`, with what "
-        "the update computed of each token ([episode records](episode_records.md)). True is 1; False or 0 writes nothing.",
+        "the update computed of each token ([episode records](rollout_log.md)). True is 1; False or 0 writes nothing.",
     )
     log_rollouts_max_gb: float | None = option(
         4.0,
