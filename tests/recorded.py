@@ -1,4 +1,4 @@
-"""The episode records of a run, for tests."""
+"""The rollout log of a run, for tests."""
 
 from __future__ import annotations
 

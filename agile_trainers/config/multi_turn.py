@@ -198,11 +198,11 @@ class MultiTurnConfig(GRPOConfig):
     log_rollouts: int = option(
         1,
         "Write the episodes of every N-th generation batch, and of every evaluation, to `output_dir/rollouts/`, with what "
-        "the update computed of each token ([episode records](rollout_log.md)). True is 1; False or 0 writes nothing.",
+        "the update computed of each token ([rollout log](rollout_log.md)). True is 1; False or 0 writes nothing.",
     )
     log_rollouts_max_gb: float | None = option(
         4.0,
-        "Largest size of a run's episode records in gigabytes (10^9 bytes), over all processes. Beyond it, training batches "
+        "Largest size of a run's rollout log in gigabytes (10^9 bytes), over all processes. Beyond it, training batches "
         "are deleted: every second one first, so that the rest covers the whole run. None: no limit.",
     )
     diagnosis_interval: int = option(

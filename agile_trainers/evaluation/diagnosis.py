@@ -515,7 +515,7 @@ def _environment_failing(history: MetricHistory, options: Any) -> Evidence | Non
     share = sum(history.mean(f"stop/environment_{kind}", 1) or 0.0 for kind in ("error", "timeout"))
     if not share:
         return None
-    error = history.notes.get("environment_failing", "see the records of episodes").rstrip(".")
+    error = history.notes.get("environment_failing", "see the rollout log").rstrip(".")
     return Evidence(f"The environment failed in {share:.0%} of the episodes, which are not trained on: {error}.", share)
 
 

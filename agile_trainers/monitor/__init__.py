@@ -1,1 +1,1 @@
-"""Monitoring of a run: metrics, logs, episode records, health checks."""
+"""Monitoring of a run: metrics, rollout log, health checks."""

@@ -1,4 +1,4 @@
-"""Collects what an update computes of each episode, and writes the episode records of a run."""
+"""Collects what an update computes of each episode, and writes the rollout log of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIGABYTE = 10**9
 
 
 class RolloutLog(TrainerCallback):
-    """The episode records of a run, in ``output_dir/rollouts/<run id>``.
+    """The rollout log of a run, its episode records, metrics and findings in ``output_dir/rollouts/<run id>``.
 
     The episodes of a generation batch are kept until its last pass is over, and written then. As a callback, it writes
     every log of the trainer to ``metrics.jsonl``.

@@ -1,1 +1,1 @@
-"""Episode records on disk: their columns, and how they are written and read."""
+"""The rollout log on disk: the columns of its episode records, and how it is written and read."""

@@ -1,4 +1,4 @@
-"""Reads the records of runs: their metrics, an index of their episodes, and single episodes on demand."""
+"""Reads the rollout logs of runs: their metrics, an index of their episodes, and single episodes on demand."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _JSON = ("prompt", "reset_info", "row")
 
 
 class RecordsError(ValueError):
-    """There are no episode records there, or a file of them cannot be read."""
+    """There is no rollout log there, or a file of it cannot be read."""
 
 
 @dataclass
 class RunRecords:
-    """The records of one run or evaluation, read when asked for."""
+    """The rollout log of one run or evaluation, read when asked for."""
 
     folder: Path
     files: list[Path]
@@ -111,7 +111,7 @@ class RunRecords:
 
 
 def open_records(path: Path | str) -> list[RunRecords]:
-    """Find the records of runs.
+    """Find the rollout logs of runs.
 
     Args:
         path: An ``output_dir``, its ``rollouts/`` folder, the folder of a run, or one file of episodes.
@@ -137,8 +137,8 @@ def open_records(path: Path | str) -> list[RunRecords]:
             runs.append(RunRecords(folder, files, named, *_info(folder)))
     if not runs:
         raise RecordsError(
-            f"{path} holds no episode records. Expected an output_dir, its {ROLLOUTS}/ folder, the folder of a run in it, "
-            "or a file of episodes (.parquet). A run writes them unless log_rollouts=0."
+            f"{path} holds no rollout log. Expected an output_dir, its {ROLLOUTS}/ folder, the folder of a run in it, "
+            "or a file of episodes (.parquet). A run writes one unless log_rollouts=0."
         )
     return runs
 

@@ -1,6 +1,7 @@
 """Defines the columns of episode records, their precision and their encoding in Parquet files.
 
-One row is one episode. ``datasets.load_dataset("parquet", data_files=...)`` and any other reader of Parquet open the files.
+One row is one episode record. ``datasets.load_dataset("parquet", data_files=...)`` and any other reader of Parquet open the
+files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pyarrow as pa
 from agile_trainers.records.plain import encodable
 
 FORMAT = 3
-"""Version of the records in ``run.json``."""
+"""Version of the rollout log, in ``run.json``."""
 
 TURN = pa.struct({
     "start": pa.int32(),  # first action token, in completion coordinates

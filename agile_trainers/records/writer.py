@@ -171,7 +171,7 @@ def thinned(generations: Sequence[int]) -> int:
 
 
 class RecordWriter:
-    """Writes the records of one process's part of a run to ``folder/rollouts/<run>``.
+    """Writes the rollout log of one process's part of a run to ``folder/rollouts/<run>``.
 
     Args:
         folder: ``output_dir`` of the run.

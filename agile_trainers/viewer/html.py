@@ -56,7 +56,7 @@ class Written:
 
 
 def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100, compared: int = 0) -> Written:
-    """Write the records of runs to one HTML file.
+    """Write the rollout logs of runs to one HTML file.
 
     Args:
         runs: The runs.

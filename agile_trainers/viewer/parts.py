@@ -1,4 +1,4 @@
-"""Converts the records of runs to the parts that the page loads on demand: an index, parts of sections, and episodes."""
+"""Converts rollout logs to the parts that the page loads on demand: an index, parts of sections, and episodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Serves a page on this machine that follows runs while they go on.
 
-Only what is made from the records is served: no request names a file. A request must come with the secret part of the
+Only what is made from the rollout log is served: no request names a file. A request must come with the secret part of the
 address, and must ask for this server by its own name: a foreign page cannot reach it by a DNS name that it controls.
 """
 

@@ -4,8 +4,8 @@
 Trainings, populations, chains and evaluations. Each setting runs once undisturbed, and once while SIGKILL and SIGTERM hit it
 at random moments of a random step, and at random file operations inside a save. After every signal it is started again: a
 training with ``resume_from_checkpoint="auto"``, a command as it was. Counted are the optimizer steps that were finished but
-not saved (at most one each), processes that outlive the run (none), files of episode records that cannot be read (none),
-entries of the temporary folder that outlive the run (none), and weights, results or episode records that differ at the end
+not saved (at most one each), processes that outlive the run (none), files of the rollout log that cannot be read (none),
+entries of the temporary folder that outlive the run (none), and weights, results or rollout logs that differ at the end
 (none for environments stepped inline, and none with ``batches_ahead``, where environments take random times and everything
 but log-probabilities is compared). Then each command runs on a disk that becomes full and on one that becomes read-only: it
 must end with a message that names the folder, and go on when there is room again, to an equal result. The exit code is 1 if

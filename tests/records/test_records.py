@@ -1,4 +1,4 @@
-"""Episode records: what is written comes back, whole or not at all, in the folder of its run."""
+"""Rollout log: what is written comes back, whole or not at all, in the folder of its run."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def some_games(rollouts: Path, count: int = 3) -> str:
     """Format games of the last evaluation as plain text, those with the most turns first; each secret once.
 
     Args:
-        rollouts: The trainer's folder of episode records.
+        rollouts: The folder of the trainer's rollout log.
         count: Number of games.
     """
     files = [path for run in open_records(rollouts) for path in run.files if path.name.startswith("eval-")]
