@@ -79,7 +79,8 @@ def newcombe_interval(both: int, only_first: int, only_second: int, neither: int
         Both bounds of the first policy's rate minus the second's, in [-1, 1].
 
     Source: Newcombe (1998), "Improved confidence intervals for the difference between binomial proportions based on paired
-    data", method 10.
+    data", method 10. Neither scipy nor statsmodels has it: statsmodels's ``"newcomb"`` is for independent samples. Without
+    correlation both are the same, which was checked.
     """
     total = both + only_first + only_second + neither
     first, second = both + only_first, both + only_second
@@ -302,7 +303,8 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values for the number of tests by Holm's step-down method, in the given order.
 
-    Source: Holm (1979), "A simple sequentially rejective multiple test procedure".
+    Source: Holm (1979), "A simple sequentially rejective multiple test procedure". scipy has no such method; statsmodels's
+    ``multipletests`` gives the same and is no dependency for three lines.
     """
     order, adjusted = np.argsort(p_values), np.empty(len(p_values))
     tests_left = np.arange(len(p_values), 0, -1)

@@ -32,7 +32,8 @@ class GroupAdvantages:
 
 @dataclass
 class _Compared:
-    """Values beside the others of their sets. All tensors have the shape of the values, and are 0 outside the mask."""
+    """The result of comparing each value with the others of its set. All tensors have the shape of the values, and are 0
+    where there was nothing to compare."""
 
     advantages: torch.Tensor
     alone: torch.Tensor
@@ -43,7 +44,7 @@ class _Compared:
     """Factor from the difference of value and ``others`` to the advantage; 0 where the rule has no advantage."""
 
     def where(self, chosen: torch.Tensor, other: _Compared) -> _Compared:
-        """Take the chosen values from another one."""
+        """Return this result with the entries where ``chosen`` is True replaced by those of ``other``."""
         names = (one.name for one in fields(self))
         return _Compared(*(torch.where(chosen, getattr(other, name), getattr(self, name)) for name in names))
 
@@ -238,7 +239,7 @@ def _against_others(
         baseline: See :func:`group_advantages`.
 
     Returns:
-        What the chosen turns are beside those values, (B, K); 0 and False where not chosen.
+        The result of each comparison, (B, K); 0 and False where not chosen.
     """
     rows, turns = chosen.nonzero(as_tuple=True)
     columns = torch.arange(others.values.size(1), device=rows.device)

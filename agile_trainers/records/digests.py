@@ -22,7 +22,12 @@ def digest_of(path: Path) -> str:
 
 
 def digest_entry(path: Path, content: Path) -> dict[str, str]:
-    """Return the line of a file whose content is still in another one."""
+    """Return the entry of a file in the list of digests, before the file is there.
+
+    Args:
+        path: Where the file is going to be.
+        content: Where its content is now; it is renamed to ``path`` afterwards.
+    """
     return {"file": path.name, "sha256": digest_of(content)}
 
 

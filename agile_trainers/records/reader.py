@@ -276,7 +276,7 @@ def _episodes(path: Path, row: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _completed(episode: dict[str, Any]) -> dict[str, Any]:
-    """Return an episode with every column of now, and every field of its turns."""
+    """Return an episode with the columns and the fields of turns that a file of format 2 lacks, as None."""
     turns = [turn and turn | {name: turn.get(name) for name in ADDED} for turn in episode["turns"] or ()]
     return episode | {"turns": turns, "paths": episode.get("paths")}
 

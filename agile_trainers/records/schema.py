@@ -79,6 +79,8 @@ EPISODE = pa.schema({
 
 TRAINED = ("logprobs", "advantages", "ratios", "clipped", "kl")
 """Token columns that only an update fills."""
+# Checkpoints of runs begun before episodes had paths hold episodes in format 2, which a resumed run reads; so does
+# `benchmarks/same_weights.py --resume`, which goes on from such checkpoints.
 ADDED = ("path", "place", "parent", "rewarded", "fork", "messages", "question")
 """Fields of a turn that files of format 2 lack."""
 WITHOUT_PATHS = {

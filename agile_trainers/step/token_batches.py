@@ -185,7 +185,7 @@ def split_paths(ids: torch.Tensor, mask: torch.Tensor, budget: int, *, packed: b
 
 
 def _part(batch: TrainBatch, one: Pass) -> TrainBatch:
-    """Return the episodes of a pass; for an empty one, one that is not trained on."""
+    """Return the rows of a pass. A pass without rows gets one whose tokens are all masked: every process runs as many."""
     if not len(one.rows):
         return batch.rows(torch.tensor([0])).untrained()
     rows = batch.rows(one.rows)

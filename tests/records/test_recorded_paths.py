@@ -104,7 +104,7 @@ def test_many_helpers_beside_a_long_path_take_no_more_than_their_tokens(tmp_path
 
 
 def of_before(path: Path, *trajectories: Trajectory) -> Path:
-    """Write episodes as a release without paths did."""
+    """Write episodes in format 2, as runs did before episodes had paths."""
     made = written(path, *trajectories)
     rows = pq.read_table(made).to_pylist()
     for row in rows:
