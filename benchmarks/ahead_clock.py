@@ -371,7 +371,7 @@ class Process:
         sampler: Any = VirtualSampler(
             self.clock, make, lambda: int(self._policy.weight.item()), lambda: self._of(self._generation), self._watch
         )
-        self._scheduler = BatchesAhead(ahead, engine, sampler, self._snapshots, self._draw, lambda: len(work) - 1)
+        self._scheduler = BatchesAhead(ahead, engine, sampler, self._snapshots, self._draw)
         give_up = self.clock.give_up if isinstance(self.clock, SharedClock) else lambda: None
         self._watchdog = threading.Timer(PATIENCE, give_up)
         self._watchdog.daemon = True
@@ -379,7 +379,7 @@ class Process:
 
     def train(self, update: float) -> None:
         """Play the next batch and train on it, for so long."""
-        _, trajectories, version = self._scheduler.play(self._generation)
+        _, trajectories, version = self._scheduler.play(self._generation, len(self._arguments[0]) - 1)
         self._result.trained.append([one.options["number"] for one in trajectories if one.options is not None])
         self._result.versions.append({version} | said(trajectories))
         if isinstance(self.clock, SharedClock):

@@ -99,17 +99,17 @@ CLOCK = "tests/trainers/test_ahead_clock.py"
 MUTATIONS = [
     Mutation(
         "one batch fewer is ahead", "step/ahead.py",
-        "last = min(generation + self._ahead, self._last())",
-        "last = min(generation + max(self._ahead - 1, 0), self._last())", f"{CLOCK} -k heavy",
+        "due = min(generation + self._ahead, last)",
+        "due = min(generation + max(self._ahead - 1, 0), last)", f"{CLOCK} -k heavy",
     ),
     Mutation(
         "one batch more is ahead", "step/ahead.py",
-        "last = min(generation + self._ahead, self._last())", "last = min(generation + self._ahead + 1, self._last())",
+        "due = min(generation + self._ahead, last)", "due = min(generation + self._ahead + 1, last)",
         f"{CLOCK} -k heavy",
     ),
     Mutation(
         "batches are played beyond the end of the run", "step/ahead.py",
-        "last = min(generation + self._ahead, self._last())", "last = generation + self._ahead", f"{CLOCK} -k shape",
+        "due = min(generation + self._ahead, last)", "due = generation + self._ahead", f"{CLOCK} -k shape",
     ),
     Mutation(
         "a batch names the policy of the batch before", "step/ahead.py",
@@ -990,7 +990,7 @@ MUTATIONS = [
     Mutation(
         "update trains on episodes of its own", "trainers/trainer.py",
         'self.rollouts.given(cast("list[Trajectory]", inputs))',
-        "self.rollouts.play([dict(one.options) for one in inputs], 9)",
+        "self.rollouts.play([dict(one.options) for one in inputs], 9, 9)",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(
@@ -2412,7 +2412,7 @@ MUTATIONS = [
         "if len(rows) == 1 or packer.pays(part, rows):", "if True:", "tests/trainers/test_passes.py -k does_not_pay",
     ),
     Mutation(
-        "a group that replaces another has its seed and noise", "step/play.py",
+        "a group that replaces another has its seed and noise", "step/draws.py",
         "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -21,19 +21,12 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.versions import Versions
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.rollout.rollout import Rollout
-from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.step.draws import Drawn
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.types import Trajectory
 
 _Result = TypeVar("_Result")
-
-
-class Drawn(Protocol):
-    """A generation batch before it is played."""
-
-    specs: list[EpisodeSpec]
-    """The episodes of this process."""
 
 
 @dataclass
@@ -62,7 +55,6 @@ class BatchesAhead:
         sampler: Makes the generators.
         snapshots: Keeps the policies that play.
         draw: Draws a generation batch, given its index.
-        last: Returns the index of the run's last generation batch.
     """
 
     def __init__(
@@ -72,10 +64,9 @@ class BatchesAhead:
         sampler: RolloutSampler,
         snapshots: Snapshots,
         draw: Callable[[int], Drawn],
-        last: Callable[[], int],
     ) -> None:
         self._ahead, self._engine, self._sampler, self._snapshots = ahead, engine, sampler, snapshots
-        self._draw, self._last = draw, last
+        self._draw = draw
         self._versions = Versions(self._version_of, self._playing, self._holding)
         self._resources = ExitStack()
         self._rollout: Rollout | None = None
@@ -92,11 +83,12 @@ class BatchesAhead:
         """Open generation batch to the version that plays it."""
         return {generation: batch.version for generation, batch in self._open.items()}
 
-    def play(self, generation: int) -> tuple[Any, list[Trajectory], int]:
+    def play(self, generation: int, last: int) -> tuple[Drawn, list[Trajectory], int]:
         """Play a generation batch to its end, and those after it as far as they come meanwhile.
 
         Args:
             generation: Its index: the number of generation batches that the policy was trained on.
+            last: Index of the run's last generation batch.
 
         Returns:
             What was drawn for it, its episodes, and the version that played it.
@@ -105,7 +97,7 @@ class BatchesAhead:
             self._engine.busy()  # what was before says nothing of the first batch
         started = time.perf_counter()
         with self._engine.waiting.active():
-            self._begin(generation)
+            self._begin(generation, last)
             batch = self._open[generation]
             trajectories = self._in_background(batch.keys) if self._sampler.overlaps else self._paused(batch.keys)
         self._waited = time.perf_counter() - started
@@ -140,13 +132,14 @@ class BatchesAhead:
             self._background.start()
         return self._background.wait(keys)
 
-    def _begin(self, generation: int) -> None:
-        """Let the batches begin that are due."""
+    def _begin(self, generation: int, last: int) -> None:
+        """Let the batches begin that are due, up to the run's last."""
         self._current = generation
         if self._rollout is None:
             self._rollout = self._resources.enter_context(self._engine.open(keep_instances=False))
-        last = min(generation + self._ahead, self._last())
-        drawn = [self._add(index, generation) for index in range(max(self._open, default=generation - 1) + 1, last + 1)]
+        due = min(generation + self._ahead, last)
+        # Batches begin in order: those up to the latest that is open have begun, this one too unless the run just starts.
+        drawn = [self._add(index, generation) for index in range(max(self._open, default=generation - 1) + 1, due + 1)]
         if any(batch.version == generation for index, batch in self._open.items() if index > generation):
             self._snapshots.take(generation)
         self._snapshots.keep(self._playing())

@@ -6,30 +6,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.mixture import COLUMN, Mixture
-from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.rollout.mixture import COLUMN
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.step.ahead import BatchesAhead
 from agile_trainers.step.credit import CreditAssignment, Judged
-from agile_trainers.step.mixture import with_names
+from agile_trainers.step.draws import EpisodeDraws, Row
 from agile_trainers.step.reward import Rewards, not_scored
-from agile_trainers.step.task_sampling import Draw, TaskSampling
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import Trajectory, TurnBatch
-
-if TYPE_CHECKING:
-    from agile_trainers.step.ahead import BatchesAhead
-
-Row = dict[str, Any]
 
 
 class EpisodeRunner:
@@ -112,63 +105,41 @@ class PlayedGroups:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class _PlayedTogether:
-    """Episodes that are played together."""
-
-    places: list[int]
-    """Place of each in the generation batch of all processes."""
-    specs: list[EpisodeSpec]
-    rows: list[Row]
-    names: list[str | None]
-    """Name of each group's task, of all groups; None without one."""
-    draw: Draw
-
-
 class GroupRollouts:
     """Plays the episodes of generation batches.
 
     Without ``resample_zero_advantage_groups`` a batch is played once. With it, zero-advantage groups are played again from
     fresh starts, up to that many times; those that are left then stay (dynamic sampling, DAPO: Yu et al.,
     2025, https://huggingface.co/papers/2503.14476, which samples until the batch is full). All processes do so together;
-    each plays the episodes of its own places. Rows, environments and seeds of fresh groups come from the run's
-    :class:`~agile_trainers.step.task_sampling.TaskSampling`.
+    each plays the episodes of its own places.
 
     Args:
         args: A ``MultiTurnConfig`` for episodes.
         accelerator: The trainer's.
+        draws: Draws the episodes.
         runner: Plays episodes.
         rewards: Rewards them.
         collator: Makes their batch.
         credit: Applies the credit rule, which says which groups are zero-advantage groups.
-        tasks: Draws the tasks of groups.
-        dataset: The rows that tasks are drawn from.
-        rows_are_options: True if ``reset`` gets the rows.
-        mixture: The environments of a run of several; None for one.
+        ahead: Plays batches ahead of their updates, with ``batches_ahead``; None without.
     """
 
     def __init__(
         self,
         args: Any,
         accelerator: Accelerator,
+        draws: EpisodeDraws,
         runner: EpisodeRunner,
         rewards: Rewards,
         collator: Collator,
         credit: CreditAssignment,
-        tasks: TaskSampling,
-        *,
-        dataset: Any,
-        rows_are_options: bool,
-        mixture: Mixture | None,
+        ahead: BatchesAhead | None = None,
     ) -> None:
-        self._args, self._accelerator = args, accelerator
+        self._args, self._accelerator, self._draws = args, accelerator, draws
         self._runner, self._rewards, self._collator, self._credit = runner, rewards, collator, credit
-        self._dataset, self._rows_are_options, self._mixture = dataset, rows_are_options, mixture
         self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
-        self.tasks = tasks
-        self.ahead: BatchesAhead | None = None
-        """Plays batches ahead of their updates, with ``batches_ahead``."""
+        self.tasks, self.ahead = draws.tasks, ahead
         self.discarded = 0
         """Episodes that the run played and discarded so far, over all processes."""
 
@@ -184,22 +155,23 @@ class GroupRollouts:
             rows.append(row if name is None else {**row, COLUMN: name})
         return self._rewarded(trajectories, rows)
 
-    def play(self, inputs: list[Row], generation: int) -> PlayedGroups:
+    def play(self, inputs: list[Row], generation: int, last: int) -> PlayedGroups:
         """Play and reward a generation batch.
 
         Args:
             inputs: Rows of this process, in TRL's order: one for each episode.
             generation: Index of the batch in the run.
+            last: Index of the run's last one.
         """
         if self.ahead is not None:
             with self._runner.timed():
-                first, trajectories, version = self.ahead.play(generation)
+                first, trajectories, version = self.ahead.play(generation, last)
             busy = self.ahead.metrics()
             played = self._rewarded(trajectories, first.rows)
             played.metrics |= busy
             played.version = None if version == generation else version
             return played
-        first = self.draw(inputs, generation)
+        first = self._draws.batch(inputs, generation)
         played = self._rewarded(self._runner.play(first.specs), first.rows)
         if not (self._limit or self.tasks.adaptive or self._args.task_column):
             return played  # nothing depends on which groups have an advantage
@@ -210,49 +182,11 @@ class GroupRollouts:
         played.metrics |= self.tasks.metrics()
         return played
 
-    def draw(self, inputs: list[Row], generation: int) -> _PlayedTogether:
-        """Draw the episodes of a generation batch; see :meth:`play`."""
-        own = own_rows(self._accelerator, len(inputs))
-        return self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
-
     def _rewarded(self, trajectories: list[Trajectory], rows: list[Row]) -> PlayedGroups:
         own = own_rows(self._accelerator, len(trajectories))
         rewards = self._rewards.of(rows, trajectories)
         batch = self._collator.batch(trajectories, self._rewards.added(rewards)[own])
         return PlayedGroups(trajectories, rows, list(range(own.start, own.stop)), rewards, batch)
-
-    def _round(
-        self, inputs: list[Row], generation: int, attempt: int, places: list[int], first: int
-    ) -> _PlayedTogether:
-        """Draw the episodes of some places of this process."""
-        members, draw = self._members, self.tasks.draw(generation, attempt)
-        if draw.rows is not None:
-            drawn = {group: self._dataset[draw.rows[group]] for group in {place // members for place in places}}
-            inputs = [drawn[place // members] for place in places]
-        else:
-            inputs = [inputs[place - first] for place in places]
-        specs = training_specs(
-            self._args.seed,
-            generation,
-            [dict(row) if self._rows_are_options else None for row in inputs],
-            places,
-            members,
-            self._mixture,
-            environments=draw.environments,
-            seeds=draw.seeds,
-            offset=attempt * self._groups,
-        )
-        rows = with_names(inputs, specs)
-        return _PlayedTogether(places, specs, rows, self._names(draw, places, rows), draw)
-
-    def _names(self, draw: Draw, places: list[int], rows: list[Row]) -> list[str | None]:
-        """Return the name of each group's task, of all groups; None for those that are not played now."""
-        column = self._args.task_column
-        if column is None or draw.tasks is not None:
-            return self.tasks.names_of(draw)
-        own = {place // self._members: str(row[column]) for place, row in zip(places, rows, strict=True)}
-        everywhere = {group: name for part in gather_object([own]) for group, name in part.items()}
-        return [everywhere.get(group) for group in range(self._groups)]
 
     def _resample(self, played: PlayedGroups, inputs: list[Row], generation: int) -> None:
         """Replace zero-advantage groups in place, until there are none or the limit is reached."""
@@ -295,7 +229,7 @@ class GroupRollouts:
         processes, size = self._accelerator.num_processes, len(inputs)
         first = own_rows(self._accelerator, size).start
         by_rank = list(_places(again, self._members, size, processes))
-        fresh = self._round(inputs, generation, attempt, by_rank[self._accelerator.process_index], first)
+        fresh = self._draws.again(inputs, generation, attempt, by_rank[self._accelerator.process_index])
         episodes = self._runner.play(fresh.specs)
         # TRL gathers the same number of rewards from every process.
         missing = max(map(len, by_rank)) - len(episodes)

@@ -70,10 +70,11 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, planned
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
-from agile_trainers.step.ahead import BatchesAhead, Drawn, RowOrder, check_plays_ahead
+from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, attach_critic
+from agile_trainers.step.draws import Drawn, EpisodeDraws
 from agile_trainers.step.drift import weights_of_turns
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import Models, Scorer, Scores
@@ -410,41 +411,31 @@ class MultiTurnTrainer(GRPOTrainer):
         )
         per_sequence = args.importance_sampling_level == "sequence"
         self.credit = CreditAssignment(self.assign_credit, args, accelerator, per_sequence=per_sequence)
-        groups = args.generation_batch_size // args.num_generations
-        self.rollouts = GroupRollouts(
+        draws = EpisodeDraws(
             args,
             accelerator,
-            self.runner,
-            self.rewards,
-            collator,
-            self.credit,
-            TaskSampling(args, setup.tasks, groups),
+            TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations),
             dataset=self.train_dataset,
             rows_are_options=setup.rows_are_options,
             mixture=setup.mixture,
         )
-        if args.batches_ahead:
-            self._play_ahead(engine)
+        ahead = self._play_ahead(engine, draws) if args.batches_ahead else None
+        self.rollouts = GroupRollouts(args, accelerator, draws, self.runner, self.rewards, collator, self.credit, ahead)
         self.scorer = Scorer(
             self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
         )
 
-    def _play_ahead(self, engine: RolloutEngine) -> None:
-        """Let generation batches be played before their update; see :class:`BatchesAhead`."""
-        args, every = self.args, self.micro_steps_per_generation
+    def _play_ahead(self, engine: RolloutEngine, draws: EpisodeDraws) -> BatchesAhead:
+        """Make what plays generation batches before their update."""
+        args = self.args
         check_plays_ahead(self.accelerator.unwrap_model(self.model), self.train_dataset)
         self.snapshots = Snapshots(lambda: self.accelerator.unwrap_model(self.model))
-        order = RowOrder(super()._get_train_sampler, args.generation_batch_size, every)
-        size = args.generation_batch_size // self.accelerator.num_processes
+        order = RowOrder(super()._get_train_sampler, args.generation_batch_size, self.micro_steps_per_generation)
 
         def draw(generation: int) -> Drawn:
-            rows = order.of(generation)[own_rows(self.accelerator, size)]
-            return self.rollouts.draw([self.train_dataset[row] for row in rows], generation)
+            return draws.batch_of(order.of(generation), generation)
 
-        def last() -> int:
-            return -(-self.state.max_steps * args.gradient_accumulation_steps // every) - 1
-
-        self.rollouts.ahead = BatchesAhead(args.batches_ahead, engine, self.sampler, self.snapshots, draw, last)
+        return BatchesAhead(args.batches_ahead, engine, self.sampler, self.snapshots, draw)
 
     def _switch_off_noise(self) -> None:
         """Switch off dropout and other noise; called at construction and after an adapter is added."""
@@ -463,6 +454,12 @@ class MultiTurnTrainer(GRPOTrainer):
     def micro_steps_per_generation(self) -> int:
         """Number of micro-steps on one generation batch, over all passes."""
         return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def _last_generation(self) -> int:
+        """Index of the last generation batch of the run that is under way."""
+        micro_steps = self.state.max_steps * self.args.gradient_accumulation_steps
+        return -(-micro_steps // self.micro_steps_per_generation) - 1
 
     @property
     def _models(self) -> Models:
@@ -772,7 +769,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if isinstance(inputs[0], Trajectory):  # of `update`
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
-            played = self.rollouts.play(inputs, generation)
+            played = self.rollouts.play(inputs, generation, self._last_generation)
         batch = played.batch
         self.scorer.prepare_packing(models, batch)
         # Every row is scored before credit where it may depend on the scores: by a penalty, or by weights of drift.
