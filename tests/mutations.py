@@ -949,7 +949,16 @@ MUTATIONS = [
     ),
     Mutation(
         "what observers saw in an attempt that ran out of memory counts twice", "step/token_batches.py",
-        "vars(one).update(state)", "pass", "tests/trainers/test_out_of_memory.py -k undone",
+        "vars(of).update(state)", "None", "tests/trainers/test_out_of_memory.py -k undone",
+    ),
+    Mutation(
+        "the sums of an attempt that ran out of memory stay in the critic", "trainers/trainer.py",
+        "            self.critic.remember,\n", "", "tests/trainers/test_out_of_memory.py -k put_back",
+    ),
+    Mutation(
+        "the highest difference of an attempt that ran out of memory counts", "sampling/mismatch.py",
+        "self._sums, self._highest, self.is_open = before", "self._sums = before[0]",
+        "tests/trainers/test_out_of_memory.py -k put_back",
     ),
     Mutation(
         "a rollout that ran out of memory is played with as many rows again", "sampling/sampler.py",

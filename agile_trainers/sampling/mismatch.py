@@ -83,6 +83,15 @@ class MismatchMeter:
         self._sums = sums if self._sums is None else self._sums + sums
         self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
 
+    def remember(self) -> Callable[[], None]:
+        """Return a function that drops the forward passes that are added after this call."""
+        before = self._sums, self._highest, self.is_open
+
+        def put_back() -> None:
+            self._sums, self._highest, self.is_open = before
+
+        return put_back
+
     def read(self) -> Mismatch | None:
         """End the batch and return the mismatch over all ranks; None if no token counts.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ class NoCritic:
     def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading | None:
         """Return None: the forward pass of the loss reads no values."""
         return None
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that does nothing: forward passes change nothing here."""
+        return lambda: None
 
     def add_loss(
         self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch, step: int
@@ -439,6 +444,10 @@ class Critic:
         # Multiplied by 0 instead of frozen: ZeRO-3 requires a gradient of every parameter in every step.
         policy_weight = 0.0 if step < args.critic_warmup_steps else 1.0
         return policy_weight * policy_loss + args.vf_coef * value_loss, metrics
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that drops what :meth:`add_loss` sums after this call."""
+        return partial(setattr, self, "_totals", self._totals)
 
     def _metrics(
         self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor

@@ -53,6 +53,8 @@ class TokenBatch:
 _TOO_LONG = "An episode does not fit into memory. Lower max_model_length"
 
 LossOf = Callable[[TokenBatch], torch.Tensor]
+Remember = Callable[[], Callable[[], None]]
+"""Remembers the state of an object; returns a function that puts it back."""
 _T = TypeVar("_T")
 
 
@@ -231,8 +233,8 @@ class TokenBatches:
         self._packer, self._model, self._metrics = packer, model, metrics
         self.budget: int | None = self._args.max_tokens_per_micro_batch
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
-        self.watched: Sequence[Any] = ()
-        """Observers of the passes: their attributes are put back before a micro-batch is repeated."""
+        self.observers: Sequence[Remember] = ()
+        """What the passes change besides gradients and metrics; it is put back before a micro-batch is repeated."""
         self._under_way: tuple[Batch, bool, bool] | None = None
         if self.budget is not None and auxiliary_loss:
             raise ValueError(
@@ -468,7 +470,7 @@ class TokenBatches:
                 return run()
 
         def undo_of() -> Callable[[], None]:
-            return undoing(self._model if torch.is_grad_enabled() else None, self._metrics, self.watched)
+            return undoing(self._model if torch.is_grad_enabled() else None, self._metrics, self.observers)
 
         return within_memory(run, self._halve, undo_of)
 
@@ -572,28 +574,34 @@ def within_memory(
             torch.cuda.set_rng_state_all(states[1])
 
 
-def undoing(model: Any, metrics: dict[str, list[float]], watched: Sequence[Any]) -> Callable[[], None]:
+def undoing(model: Any, metrics: dict[str, list[float]], observers: Sequence[Remember]) -> Callable[[], None]:
     """Remember gradients, metrics and the state of observers; return a function that puts them back.
 
     Args:
         model: Whose gradients are copied. None: no gradient changes.
         metrics: Lists that are appended to.
-        watched: Objects whose attributes are assigned, or are dictionaries and lists that change.
+        observers: Each remembers what else changes.
     """
     trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in trained]
     lengths = {name: len(values) for name, values in metrics.items()}
-    states = [{n: copy(v) if isinstance(v, (dict, list)) else v for n, v in vars(one).items()} for one in watched]
+    undone = [remember() for remember in observers]
 
     def undo() -> None:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for name, values in metrics.items():
             del values[lengths.get(name, 0) :]
-        for one, state in zip(watched, states, strict=True):
-            vars(one).update(state)
+        for put_back in undone:
+            put_back()
 
     return undo
+
+
+def remember_attributes(of: Any) -> Callable[[], None]:
+    """Remember the attributes of an object of a library, which are assigned, or are dictionaries and lists that change."""
+    state = {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(of).items()}
+    return lambda: vars(of).update(state)
 
 
 @contextmanager

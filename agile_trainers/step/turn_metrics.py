@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from accelerate import Accelerator
 
@@ -40,6 +43,10 @@ class TurnEntropies:
         """
         new = torch.stack(_sums(entropies.detach(), turn_ids, mask & (turn_ids >= 0)))
         self._totals = new if self._totals is None else self._totals + new
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that drops the micro-batches that are added after this call."""
+        return partial(setattr, self, "_totals", self._totals)
 
     def close(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the mean entropy of each turn index, ``turn/1/entropy`` and so on, over all processes, and forget it."""

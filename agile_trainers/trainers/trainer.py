@@ -82,7 +82,7 @@ from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages,
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, PlayedGroups
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
-from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged
+from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged, remember_attributes
 from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
 from agile_trainers.trainers.arguments import check_order, check_trainer_arguments, named_model
@@ -390,7 +390,12 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic = Critic(args, self.accelerator, self.packer, self.token_batches, targets_of)
             self._switch_off_noise()
             self.critic.unfreeze(self.model)
-        self.token_batches.watched = [self.turn_entropies, self.mismatch.meter, self.critic, self._offloading]
+        self.token_batches.observers = [
+            self.turn_entropies.remember,
+            self.mismatch.meter.remember,
+            self.critic.remember,
+            functools.partial(remember_attributes, self._offloading),
+        ]
 
     def _make_step(self, setup: RunSetup) -> None:
         """Make the parts of a step, in the order in which they run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from games import make_trainer
 from ppo_games import make_ppo
 
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.step.token_batches import undoing, within_memory
+from agile_trainers.step.token_batches import remember_attributes, undoing, within_memory
 
 SCRIPT = Path(__file__).with_name("out_of_memory_two_processes.py")
 DROPOUT = {"lora": {"lora_dropout": 0.2}, "disable_dropout": False}
@@ -233,7 +234,7 @@ def test_what_an_attempt_did_is_undone():
     def halve():
         sizes.append(sizes[-1] // 2)
 
-    assert within_memory(attempt, halve, lambda: undoing(weight, metrics, [seen])) == 2
+    assert within_memory(attempt, halve, lambda: undoing(weight, metrics, [partial(remember_attributes, seen)])) == 2
     assert sizes == [8, 4, 2] and len(set(drawn)) == 1
     assert weight.weight.grad.tolist() == [[2.0, 2.0]]
     assert metrics == {"old": [1.0, 2.0], "new": [5.0]} and (seen.total, seen.stored) == (4, {"a": 1, "b": 2})
@@ -249,3 +250,27 @@ def test_one_of_two_processes(embedded_model, tmp_path):
     said = "".join(rank.stderr for rank in done)
     assert said.count("Forward passes are not made smaller by themselves with several processes.") == 1
     assert not list(tmp_path.glob("survivor-*"))
+
+
+def test_what_a_pass_changes_is_put_back(embedded_model, tmp_path):
+    """Each observer of a run with a critic has, after an attempt that is undone, what it had before."""
+    trainer = make_ppo(embedded_model, tmp_path)
+    ids, mask = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
+    observed = [trainer.turn_entropies, trainer.mismatch.meter, trainer.critic]
+
+    def watch() -> None:
+        trainer.turn_entropies.add(torch.ones(1, 3), ids, mask)
+        trainer.mismatch.meter.add(torch.ones(1, 3), torch.zeros(1, 3), mask, ids, mask[:, 0])
+        trainer.accelerator.gradient_state._set_sync_gradients(False)
+        trainer.critic._metrics(*torch.ones(4))
+
+    trainer.mismatch.meter.open()
+    watch()
+    before = [dict(vars(one)) for one in observed]
+    undo = undoing(None, {}, trainer.token_batches.observers)
+    watch()
+    for one, state in zip(observed, before, strict=True):
+        changed = {name for name, value in vars(one).items() if value is not state[name]}
+        assert changed and all(isinstance(vars(one)[name], torch.Tensor) for name in changed)
+    undo()
+    assert all(vars(one)[name] is value for one, state in zip(observed, before) for name, value in state.items())
