@@ -2446,6 +2446,11 @@ MUTATIONS = [
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
+        "credit is computed again after groups were replaced", "trainers/trainer.py",
+        "if judged is None or read is not None", "if True or read is not None",
+        f"{TASKS}::test_credit_is_computed_once_for_each_time_that_groups_are_played",
+    ),
+    Mutation(
         "rewards of replaced groups go to another process", "step/play.py",
         "zip(parts, by_rank, strict=True)", "zip(parts.flip(0), by_rank, strict=True)",
         "tests/trainers/test_two_processes.py -k tasks",

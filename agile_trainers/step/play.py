@@ -245,11 +245,14 @@ class GroupRollouts:
             played.discarded.append((played.indices[slot], played.trajectories[slot]))
             played.trajectories[slot], played.rows[slot] = trajectory, fresh.rows[number]
             played.indices[slot] = place + attempt * self._groups * self._members
+            # A function may log a column for some episodes only: the others have None there.
             for name in known.keys() | columns.keys():
                 values = columns.get(name)
                 known.setdefault(name, [None] * size)[slot] = None if values is None else values[number]
         added = self._rewards.added(played.rewards)[own_rows(self._accelerator, size)]
         played.batch = self._collator.batch(played.trajectories, added)
+        # The whole batch, since a rule may compare groups (scale_rewards="batch" divides by one spread), and since the last
+        # judgement is the credit of the update. It takes milliseconds, beside playing.
         played.judged = self._credit.judge(played.batch)
         tasks, zero = fresh.draw.tasks, played.judged.zero.tolist()
         self.tasks.observe(

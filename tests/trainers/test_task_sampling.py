@@ -258,6 +258,21 @@ def test_zero_advantage_groups_are_replaced(embedded_model, tmp_path):
     assert list(table)[-8:] == [record["turns"][0]["text"] for record in last]
 
 
+@pytest.mark.parametrize(("environment", "limit", "judged"), [(Silent, 2, 3), (Silent, 0, 1), (Uneven, 0, 1)])
+def test_credit_is_computed_once_for_each_time_that_groups_are_played(
+    embedded_model, tmp_path, environment, limit, judged
+):
+    """The last judgement of the candidates is the credit of the update."""
+    options = {"environment": environment, "num_generations": 2, "max_steps": 1, "diagnosis_interval": 0}
+    trainer = make_trainer(embedded_model, tmp_path, resample_zero_advantage_groups=limit, **options)
+    rule, computed = trainer.credit._rule, []
+    trainer.credit._rule = lambda turns: computed.append(rule(turns)) or computed[-1]
+    finish, finished = trainer.credit.finish, []
+    trainer.credit.finish = lambda one: finished.append(one.credit) or finish(one)
+    trainer.train()
+    assert len(computed) == judged and len(finished) == 1 and finished[0] is computed[-1]
+
+
 def _place(record: dict[str, Any]) -> int:
     return record["index"] % 8
 
