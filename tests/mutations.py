@@ -2461,8 +2461,8 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step -k tasks",
     ),
     Mutation(
-        "a loss of one's own drops the router's without a word", "trainers/trainer.py",
-        "if self.loss is not None and self.aux_loss_enabled:", "if False:",
+        "a loss of one's own drops the router's without a word", "trainers/setup.py",
+        "if own_loss is not None:", "if False:",
         f"{OWN_LOSS}::test_the_routers_auxiliary_loss_is_refused",
     ),
     Mutation(

@@ -213,9 +213,6 @@ class TokenBatches:
         auxiliary_loss: True if TRL adds the router's auxiliary loss.
         metrics: TRL's store of the metrics of training.
         loss_needs: Unit that the algorithm's own loss gets at once, ``"episodes"`` or ``"micro_batch"``; None for TRL's.
-
-    Raises:
-        ValueError: If the option is set with a router's auxiliary loss.
     """
 
     def __init__(
@@ -236,11 +233,6 @@ class TokenBatches:
         self.observers: Sequence[Remember] = ()
         """What the passes change besides gradients and metrics; it is put back before a micro-batch is repeated."""
         self._under_way: tuple[Batch, bool, bool] | None = None
-        if self.budget is not None and auxiliary_loss:
-            raise ValueError(
-                f"max_tokens_per_micro_batch={self.budget} cannot be combined with the router's auxiliary loss, an average "
-                "over the micro-batch. Set router_aux_loss_coef=0.0 in model_init_kwargs, or leave it unset."
-            )
         # Terms that are no sum over rows or tokens need the whole micro-batch at once.
         self._whole = (
             auxiliary_loss

@@ -1,4 +1,4 @@
-"""Checks and completes the arguments of a run with an environment, before TRL's constructor."""
+"""Sets up a run with an environment: its arguments before TRL's constructor, then policy, engine and packer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
+from agile_trainers.adapters.fused import fuse
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.objectives.drift import DECISION
 from agile_trainers.packing.packer import Packer
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.rollout.environment_probe import probe_environment
-from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
@@ -189,6 +191,88 @@ def warn_of_unseen_prompts(
 def _last_content(messages: Any) -> str:
     last = messages[-1] if isinstance(messages, list) and messages else None
     return str(last.get("content") or "") if isinstance(last, dict) else ""
+
+
+def prepare_policy(model: Any, tokenizer: Any, *, auxiliary_loss: bool) -> None:
+    """Check the policy that TRL has loaded, and make it ready for training.
+
+    Args:
+        model: The policy, adapters included.
+        tokenizer: Its tokenizer.
+        auxiliary_loss: True if TRL adds the router's auxiliary loss.
+
+    Raises:
+        ValueError: For a model or adapter that does not fit TRL's loss, or a tokenizer of another model.
+    """
+    check_architecture(model, auxiliary_loss)
+    check_vocabulary(model, tokenizer)
+    disable_bnb_cpu_packing(model)
+    fuse(model)
+
+
+def check_auxiliary_loss(args: Any, own_loss: str | None, coefficient: float) -> None:
+    """Reject options that do not fit a router's auxiliary loss. Only the loaded model says that there is one.
+
+    Args:
+        args: The trainer's, for episodes.
+        own_loss: Name of the trainer, if it brings a loss of its own.
+        coefficient: Weight of the auxiliary loss.
+
+    Raises:
+        ValueError: For such an option.
+    """
+    if args.skip_zero_advantage is True:
+        raise ValueError(
+            "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. Set "
+            "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
+        )
+    if args.max_tokens_per_micro_batch is not None:
+        raise ValueError(
+            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} cannot be combined with the router's auxiliary "
+            "loss, an average over the micro-batch. Set router_aux_loss_coef=0.0 in model_init_kwargs, or leave it unset."
+        )
+    if own_loss is not None:
+        raise ValueError(
+            f"{own_loss} brings a loss of its own, which leaves out the router's auxiliary loss: set "
+            f"router_aux_loss_coef=0.0, got {coefficient}."
+        )
+
+
+def make_engine(
+    args: MultiTurnConfig,
+    setup: RunSetup,
+    tokenizer: Any,
+    eos_token_ids: list[int],
+    model_config: Any,
+    *,
+    needs_anchors: bool,
+) -> RolloutEngine:
+    """Make the rollout engine of a run, and check the first prompt of each environment.
+
+    Args:
+        args: The trainer's, for episodes.
+        setup: The environments, and what they showed first.
+        tokenizer: The policy's. It gets the chat template of training, since it is saved with the policy.
+        eos_token_ids: Tokens that end an answer.
+        model_config: The model's.
+        needs_anchors: True if the credit rule compares turns by the state that they started from.
+
+    Raises:
+        ValueError: For a template, limits or an environment that do not fit, or a prompt that leaves no room to answer.
+    """
+    engine = build_engine(
+        EpisodeOptions.of_args(args),
+        setup.pool,
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        model_config=model_config,
+        append_final_observation=args.has_critic,
+    )
+    if args.training_chat_template:
+        tokenizer.chat_template = engine.chat.chat_template
+    for name, state in setup.first_states.items():
+        check_first_prompt(engine, state, name, needs_anchor=needs_anchors)
+    return engine
 
 
 def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:

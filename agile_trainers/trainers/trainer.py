@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.adapters import (
     POLICY,
+    SavedAdapters,
     every_adapter_trainable,
     explaining_scope,
     parent_of,
@@ -39,7 +40,6 @@ from agile_trainers.adapters import (
     running,
 )
 from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, write_json
-from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.snapshots import Snapshots
@@ -66,8 +66,7 @@ from agile_trainers.objectives.drift import DECISION
 from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens
-from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
+from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
@@ -95,10 +94,10 @@ from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.setup import (
     RunSetup,
     activation_offloading,
-    check_architecture,
-    check_vocabulary,
-    disable_bnb_cpu_packing,
+    check_auxiliary_loss,
+    make_engine,
     make_packer,
+    prepare_policy,
     prepare_run,
 )
 from agile_trainers.types import Trajectory, TurnBatch
@@ -316,80 +315,74 @@ class MultiTurnTrainer(GRPOTrainer):
         self.hub = HubPushes(self)
 
     def _set_up(self, setup: RunSetup, inputs: TrainerInputs) -> None:
-        """Make the parts of a run of episodes, after TRL's own constructor."""
-        args = self.args
-        check_engine(self.accelerator, args)
-        check_architecture(self.model, self.aux_loss_enabled)
-        check_vocabulary(self.model, self._tokenizer)
-        disable_bnb_cpu_packing(self.model)
-        fuse(self.model)
+        """Make the parts of a run of episodes, after TRL's own constructor: the policy's, a step's, the log's."""
+        args, accelerator = self.args, self.accelerator
+        check_engine(accelerator, args)
+        prepare_policy(self.model, self._tokenizer, auxiliary_loss=self.aux_loss_enabled)
+        if self.aux_loss_enabled:
+            own_loss = None if self.loss is None else type(self).__name__
+            check_auxiliary_loss(args, own_loss, self.router_aux_loss_coef)
         self._turn_ratios = args.importance_sampling_level == "turn" and self.loss is None
         if self._turn_ratios:
             # TRL's loss sees log-probabilities whose token ratios already are the turn's.
             self.importance_sampling_level = "token"
-        self.engine = build_engine(
-            EpisodeOptions.of_args(args),
-            setup.pool,
-            self.processing_class,
-            eos_token_ids=self.eos_token_ids,
-            model_config=self.model.config,
-            append_final_observation=args.has_critic,
+        self.engine = make_engine(
+            args, setup, self.processing_class, self.eos_token_ids, self.model.config, needs_anchors=self.needs_anchors
         )
-        if args.training_chat_template:
-            # The saved tokenizer must render the text that the policy was trained on.
-            self.processing_class.chat_template = self.engine.chat.chat_template
-        for name, state in setup.first_states.items():
-            check_first_prompt(self.engine, state, name, needs_anchor=self.needs_anchors)
         self.reference = ReferencePolicy(self, inputs.saved)
         self._switch_off_noise()
         if args.device.type == "cpu":
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(args)["_setup_devices"] = torch.device("cpu")
         self.checkpoints = RunCheckpoints(self, self._name, self.environment, inputs.saved)
-        self.stop = GracefulStop(self.accelerator)
+        self.stop = GracefulStop(accelerator)
         self.add_callback(self.stop)
         self.guard = StepGuard()
-        self.turn_entropies = TurnEntropies()
-        self._offloading = activation_offloading(args, self.model)
-        if args.skip_zero_advantage is True and self.aux_loss_enabled:
-            raise ValueError(
-                "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. Set "
-                "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
-            )
-        if self.loss is not None and self.aux_loss_enabled:
-            raise ValueError(
-                f"{type(self).__name__} brings a loss of its own, which leaves out the router's auxiliary loss: set "
-                f"router_aux_loss_coef=0.0, got {self.router_aux_loss_coef}."
-            )
-        policy = self.accelerator.unwrap_model(self.model)
-        self.sampler = RolloutSampler(
-            args, self.accelerator, policy, lambda: self.model_wrapped, self.engine, self._tokenizer, self._dist
-        )
-        self.packer = make_packer(
-            args, self.accelerator, self.model, self.ref_model, auxiliary_loss=self.aux_loss_enabled
-        )
-        metrics = self._metrics["train"]
-        self.token_batches = TokenBatches(
-            args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics,
-            loss_needs=None if self.loss is None else self.loss_needs,
-        )  # fmt: skip
-        self._make_step(setup)
+        self._make_step(setup, self.engine, inputs.saved)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
-        measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
-        self.health = HealthChecks(args, measurements, speaks=self.accelerator.is_main_process)
-        self.rollout_log = RolloutLog(args, self.accelerator, self.processing_class, self.checkpoints, self.health)
+        measurements = PolicyMeasurements(self.scorer, accelerator, args.diagnosis_interval, token_ids)
+        self.health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
+        self.rollout_log = RolloutLog(args, accelerator, self.processing_class, self.checkpoints, self.health)
         self.add_callback(self.rollout_log)
-        self.mismatch = MismatchMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         known = self.engine.reports_success
         self.episode_log = EpisodeLog(args, self.rewards, known, self.environment, self.health.note)
         playing = self.engine.beside() if args.batches_ahead else self.engine
-        self.evaluator = EpisodeEvaluator(args, self.accelerator, playing, self.sampler, setup.mixture, self.rewards)
+        self.evaluator = EpisodeEvaluator(args, accelerator, playing, self.sampler, setup.mixture, self.rewards)
+
+    def _make_step(self, setup: RunSetup, engine: RolloutEngine, saved: SavedAdapters | None) -> None:
+        """Make the parts of a step: what samples and what all forward passes share, then those that use it."""
+        args, accelerator, tokenizer = self.args, self.accelerator, self._tokenizer
+        self._offloading = activation_offloading(args, self.model)
+        policy = accelerator.unwrap_model(self.model)
+        self.sampler = RolloutSampler(
+            args, accelerator, policy, lambda: self.model_wrapped, engine, tokenizer, self._dist
+        )
+        self.packer = make_packer(args, accelerator, self.model, self.ref_model, auxiliary_loss=self.aux_loss_enabled)
+        self.token_batches = TokenBatches(
+            args, accelerator, self.packer, self.model,
+            auxiliary_loss=self.aux_loss_enabled, metrics=self._metrics["train"],
+            loss_needs=None if self.loss is None else self.loss_needs,
+        )  # fmt: skip
+        self.sampler.bound_by(self.token_batches.room, planned_tokens(engine, setup.first_states))
+        self.runner = EpisodeRunner(engine, self.sampler)
+        self.rewards = Rewards(
+            self._calculate_rewards, self.reward_func_names, self.reward_weights, accelerator,
+            self._pending_metrics, self._pending_extra_logs,
+        )  # fmt: skip
+        per_sequence = args.importance_sampling_level == "sequence"
+        self.credit = CreditAssignment(self.assign_credit, args, accelerator, per_sequence=per_sequence)
+        self.rollouts = self._make_rollouts(setup, engine)
+        self.scorer = Scorer(
+            self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
+        )
         if args.has_critic:
-            attach_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
+            attach_critic(self.model, args, saved, self.optimizer, name=type(self).__name__)
             targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
-            self.critic = Critic(args, self.accelerator, self.packer, self.token_batches, targets_of)
+            self.critic = Critic(args, accelerator, self.packer, self.token_batches, targets_of)
             self._switch_off_noise()
             self.critic.unfreeze(self.model)
+        self.mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, self.sampler.conditions)
+        self.turn_entropies = TurnEntropies()
         self.token_batches.observers = [
             self.turn_entropies.remember,
             self.mismatch.meter.remember,
@@ -397,50 +390,27 @@ class MultiTurnTrainer(GRPOTrainer):
             functools.partial(remember_attributes, self._offloading),
         ]
 
-    def _make_step(self, setup: RunSetup) -> None:
-        """Make the parts of a step, in the order in which they run."""
-        args, accelerator, engine = self.args, self.accelerator, self.engine
-        assert engine is not None
-        self.sampler.bound_by(self.token_batches.room, planned_tokens(engine, setup.first_states))
-        self.runner = EpisodeRunner(engine, self.sampler)
-        self.rewards = Rewards(
-            self._calculate_rewards,
-            self.reward_func_names,
-            self.reward_weights,
-            accelerator,
-            self._pending_metrics,
-            self._pending_extra_logs,
-        )
-        collator = Collator(
-            self._tokenizer.pad_token_id, self.eos_token_ids[0], args.pad_to_multiple_of, accelerator.device
-        )
-        per_sequence = args.importance_sampling_level == "sequence"
-        self.credit = CreditAssignment(self.assign_credit, args, accelerator, per_sequence=per_sequence)
+    def _make_rollouts(self, setup: RunSetup, engine: RolloutEngine) -> GroupRollouts:
+        """Make what draws and plays generation batches; with ``batches_ahead``, before their update."""
+        args, accelerator = self.args, self.accelerator
+        tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
         draws = EpisodeDraws(
-            args,
-            accelerator,
-            TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations),
-            dataset=self.train_dataset,
-            rows_are_options=setup.rows_are_options,
-            mixture=setup.mixture,
-        )
-        ahead = self._play_ahead(engine, draws) if args.batches_ahead else None
-        self.rollouts = GroupRollouts(args, accelerator, draws, self.runner, self.rewards, collator, self.credit, ahead)
-        self.scorer = Scorer(
-            self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
-        )
+            args, accelerator, tasks,
+            dataset=self.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
+        )  # fmt: skip
+        ahead = None
+        if args.batches_ahead:
+            check_plays_ahead(accelerator.unwrap_model(self.model), self.train_dataset)
+            self.snapshots = Snapshots(lambda: accelerator.unwrap_model(self.model))
+            order = RowOrder(super()._get_train_sampler, args.generation_batch_size, self.micro_steps_per_generation)
 
-    def _play_ahead(self, engine: RolloutEngine, draws: EpisodeDraws) -> BatchesAhead:
-        """Make what plays generation batches before their update."""
-        args = self.args
-        check_plays_ahead(self.accelerator.unwrap_model(self.model), self.train_dataset)
-        self.snapshots = Snapshots(lambda: self.accelerator.unwrap_model(self.model))
-        order = RowOrder(super()._get_train_sampler, args.generation_batch_size, self.micro_steps_per_generation)
+            def draw(generation: int) -> Drawn:
+                return draws.batch_of(order.of(generation), generation)
 
-        def draw(generation: int) -> Drawn:
-            return draws.batch_of(order.of(generation), generation)
-
-        return BatchesAhead(args.batches_ahead, engine, self.sampler, self.snapshots, draw)
+            ahead = BatchesAhead(args.batches_ahead, engine, self.sampler, self.snapshots, draw)
+        end_token = self.eos_token_ids[0]
+        collator = Collator(self._tokenizer.pad_token_id, end_token, args.pad_to_multiple_of, accelerator.device)
+        return GroupRollouts(args, accelerator, draws, self.runner, self.rewards, collator, self.credit, ahead)
 
     def _switch_off_noise(self) -> None:
         """Switch off dropout and other noise; called at construction and after an adapter is added."""
