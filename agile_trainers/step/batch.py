@@ -75,6 +75,7 @@ def train_batch(
         penalty = args.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
         spread, live = spread - penalty, live | penalty.any(dim=1)
     if args.importance_sampling_level == "turn" and args.turn_ratio_pooling == "sum":
+        # Each of a turn's L tokens holds the turn's ratio, whose gradient is that of them all: it would count L times.
         lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1)).clamp(min=1)
         spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
     trained = trained_tokens(batch, args)
@@ -99,6 +100,7 @@ def train_batch(
         turn_columns=dict(credit.columns),
     )
     if scores.snapshot is not None:
+        # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
         assert scores.old is not None
         scored = trained & scores.scored[:, None]
         output.importance_sampling_ratio, metrics = corrected_drift(

@@ -111,6 +111,7 @@ class CreditAssignment:
         """
         turns = gather_turns(batch, self._accelerator, values, final_values, weights)
         credit, args = self._rule(turns), self._args
+        # Before whitening, which moves an advantage of 0 by the batch's mean.
         zero = zero_advantage_groups(credit.advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
         return Judged(turns, credit, zero)
 
@@ -175,11 +176,13 @@ def gather_turns(
         weights: (B, K), of episodes of an earlier policy.
     """
     own, last = own_turns(batch), batch.turn_mask.size(1)
+    # "None" is K of this process until the processes agree on one K; -1 stands for it meanwhile.
     following = torch.where(batch.following < last, batch.following, -1)
     rewards, mask, lengths, anchors, following, rewarded = (
         accelerator.gather(accelerator.pad_across_processes(value, dim=1))
         for value in (own.rewards, own.mask.long(), own.lengths, own.anchors, following, batch.rewarded)
     )
+    # All processes must take the same branch below, though only some may have an episode of several paths.
     several = torch.full_like(batch.failed, batch.path_ids is not None)
     failed, environments, linear, several = accelerator.gather((own.failed, own.environments, batch.linear, several))
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
@@ -213,6 +216,7 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
         metrics["advantage/clipped"] = (advantages[mask].abs() > bound).float().mean().item()
         advantages = advantages.clamp(-bound, bound)
     if per_sequence:
+        # A ratio of the whole sequence is clipped once, by the sign of one advantage.
         advantages = pool_over_turns(advantages, mask)
     kept = advantages[mask]
     metrics["advantage/mean"] = kept.mean().item() if kept.numel() else 0.0

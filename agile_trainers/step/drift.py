@@ -78,4 +78,5 @@ def corrected_drift(
     trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max)
     kept = accelerator.gather(trained.sum()).sum()
     metrics["drift/masked"] = 1.0 - (kept / counted.sum().clamp(min=1)).item()
+    # A token that was not compared keeps its weight of 1.
     return drift_weights(log_ratio, mask, turn_ids, "token_truncate") * (trained | ~mask), metrics

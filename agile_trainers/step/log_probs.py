@@ -104,6 +104,7 @@ class Scorer:
         Where weights are sharded, every rank must run equally many forward passes.
         """
         most = int(self._accelerator.gather(live.sum()).max())
+        # Stable: which rows fill up must not depend on how a device sorts.
         return live.int().argsort(descending=True, stable=True)[:most]
 
     def _of(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
@@ -118,6 +119,7 @@ class Scorer:
             log_probs, _, _ = self._log_probs(
                 model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
             )
+            # At least float32; float64 if the model computes in it.
             log_probs = log_probs.to(torch.promote_types(log_probs.dtype, scores.dtype))
             scores = scores.to(log_probs.dtype)
             if "places" in part:  # an episode may be read in several passes

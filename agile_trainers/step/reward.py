@@ -284,7 +284,7 @@ class Rewards:
         rewards = self._calculate(**reward_inputs(rows, trajectories))
         failed = [trajectory.stop_reason.failed for trajectory in trajectories]
         everywhere: torch.Tensor = self._accelerator.gather(torch.tensor(failed, device=rewards.device))
-        if not everywhere.all():
+        if not everywhere.all():  # a batch that failed whole says nothing of the functions
             self._look((~rewards[~everywhere].isnan()).any(dim=0).tolist())
         return rewards.masked_fill(everywhere[:, None], torch.nan)
 

@@ -57,7 +57,7 @@ class TurnEntropies:
 
 def _sums(values: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sum and number of the values of each turn index, (FIRST + 1,) each."""
-    slots = index[mask].clamp(max=FIRST)
+    slots = index[mask].clamp(max=FIRST)  # the last slot pools the later turns
     empty = torch.zeros(FIRST + 1, device=values.device)
     kept = values[mask].float()
     return empty.index_add(0, slots, kept), empty.index_add(0, slots, torch.ones_like(kept))

@@ -215,6 +215,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "assign_credit" in vars(cls):
+            # What a parent declares of its own credit rule does not hold for another one.
             for declared in {"targets_by_row", "weighs_decisions"} - vars(cls).keys():
                 setattr(cls, declared, False)
         if cls._name == GRPOTrainer._name:  # TRL's own; records and model cards name the algorithm by it
@@ -818,6 +819,7 @@ class MultiTurnTrainer(GRPOTrainer):
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens
         self._add_metrics(metrics | played.metrics | self.sampler.sync_metrics() | self.rewards.drain_metrics())
+        # As TRL does: a count of the whole run, of which a log shows the last and not the mean.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         self.episode_log.fill_tables(self._logs, trajectories, rewards, credit.advantages, judged.turns.mask)
 
@@ -904,6 +906,7 @@ class MultiTurnTrainer(GRPOTrainer):
             self.vllm_importance_sampling_correction = corrects
             if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
                 self.entropy_coef = entropy_coef
+                # TRL's loss has logged the coefficient as it was scaled for this pass.
                 self._metrics["train"]["entropy_coef"] = [entropy_coef] * len(self._metrics["train"]["entropy_coef"])
 
     @with_episodes
@@ -941,6 +944,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
+        # The number so far, of which a log shows the last and not the mean.
         self._metrics["train"]["skipped_steps"] = [float(self.guard.skipped)]
         return norm
 
@@ -1119,6 +1123,7 @@ class MultiTurnTrainer(GRPOTrainer):
                 note_private(folder, self.environment, recorded_options(self.args))
         sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
+            # So that `Trainer` does not push: below we do, with the card, and bear a Hub that cannot be reached.
             super().save_model(output_dir, _internal_call=True)
             if self.args.should_save:
                 clean_tokenizer(folder, self.processing_class)
