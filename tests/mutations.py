@@ -673,8 +673,8 @@ MUTATIONS = [
         '{"targets_by_row", "weighs_decisions"}', '{"targets_by_row"}', f"{DRIFT_OPTIONS} -k declares",
     ),
     Mutation(
-        "an agent's rewards are weighted by the order of its calls", "trainers/setup.py",
-        "if agents and args.drift_correction == DECISION:", "if False:",
+        "an agent's rewards are weighted by the order of its calls", "config/rules.py",
+        "if agents and args.drift_correction == drift.DECISION:", "if False:",
         "tests/trainers/test_agents_before_a_run.py -k not_weighted",
     ),
     Mutation(

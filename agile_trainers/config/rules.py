@@ -20,7 +20,7 @@ from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives import drift
 from agile_trainers.objectives.mismatch import MODES
-from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions
+from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions, check_names
 from agile_trainers.sampling.vllm_checks import addresses
 
 Allows = Callable[[Any, Any], bool]
@@ -469,6 +469,28 @@ def check_weighs_decisions(args: Any, trainer: type[Any]) -> None:
         )
 
 
+def check_order_of_turns(args: Any, agents: Sequence[str]) -> None:
+    """Reject options that go by the order of turns for agents, whose calls may come at once.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        agents: Names of the agents among the environments, for the error.
+
+    Raises:
+        ValueError: If ``gamma`` is not 1, or drift is corrected per decision, and there is an agent.
+    """
+    if agents and args.drift_correction == drift.DECISION:
+        raise ValueError(
+            f"drift_correction={drift.DECISION!r} weighs a reward by the turns up to it, but the agent {agents[0]} may ask "
+            "for several answers at once. Set drift_correction='sequence_truncate', or leave it unset."
+        )
+    if agents and args.gamma != 1:
+        raise ValueError(
+            f"gamma={args.gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at "
+            "once. Leave gamma at 1, or let the agent discount the rewards that it gives."
+        )
+
+
 def _uses_reference(args: Any) -> bool:
     return bool(args.beta != 0.0)
 
@@ -687,6 +709,7 @@ def check_limits(args: Any) -> None:
     Raises:
         ValueError: For a value out of range, or limits that contradict each other; the message names the environment.
     """
+    # This checks each limit, also where episodes are played without a configuration; below is what needs other options.
     options = EpisodeOptions.of_args(args)
     for name in (None, *(args.environment_limits or {})):
         own, where = options.of(name), "" if name is None else f"environment_limits[{name!r}]: "
@@ -725,15 +748,7 @@ def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
     EpisodeOptions.of_args(args).histories(names or (None,))
     limits, weights = args.environment_limits, args.environment_weights
     for option, given in {"environment_limits": limits, "environment_weights": weights}.items():
-        if given is None:
-            continue
-        if names is None:
-            raise ValueError(
-                f"{option}={given} applies to several environments, but the run has one. Pass them by name, "
-                'environment={"guess": ..., "sums": ...}, or leave it unset.'
-            )
-        if unknown := [name for name in given if name not in names]:
-            raise ValueError(f"{option} names {unknown[0]!r}, expected one of the environments {', '.join(names)}.")
+        check_names(option, given, names or (None,))
     if weights and (missing := [name for name in names or () if name not in weights]):
         raise ValueError(
             f"environment_weights={weights} leaves out {missing[0]!r}. Give every environment a weight; 0 is for one "

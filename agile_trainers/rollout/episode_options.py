@@ -71,7 +71,7 @@ class EpisodeOptions:
         """Return the functions that rewrite contexts, by environment.
 
         Args:
-            names: The environments, None in a run of one.
+            names: The environments, None in a run of one. Empty: they are not known yet.
 
         Raises:
             ValueError: If an option names no function, or none of the environments.
@@ -79,11 +79,8 @@ class EpisodeOptions:
         if not isinstance(self.history, Mapping):
             one = as_history(self.history)
             return {} if one is None else dict.fromkeys(names, one)
-        known = list(names)
-        for name in self.history:
-            if known and name not in known:
-                there = ", ".join(repr(one) for one in known if one is not None) or "one without a name"
-                raise ValueError(f"history names {name!r}, which is none of the environments: {there}.")
+        if known := list(names):
+            check_names("history", self.history, known)
         found = {name: as_history(value, f"history[{name!r}]") for name, value in self.history.items()}
         return {name: one for name, one in found.items() if one is not None}
 
@@ -139,6 +136,27 @@ class EpisodeOptions:
 _DEFAULTS = {one.name: one.default for one in fields(EpisodeOptions)}
 
 
+def check_names(option: str, given: Mapping[str, Any] | None, names: Iterable[str | None]) -> None:
+    """Check the names in an option that has a value for each environment.
+
+    Args:
+        option: Its name.
+        given: Its value.
+        names: The environments, None in a run of one.
+
+    Raises:
+        ValueError: If an environment is named that is not there.
+    """
+    known = list(names)
+    for name in given or {}:
+        if name not in known:
+            there = ", ".join(repr(one) for one in known if one is not None) or (
+                'one without a name. Pass several environments by name, environment={"guess": ..., "sums": ...}, or leave '
+                f"{option} unset"
+            )
+            raise ValueError(f"{option} names {name!r}, which is none of the environments: {there}.")
+
+
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f'{name} must be a mapping by name such as {{"guess": {{"max_turns": 4}}}}, got {value!r}.')
@@ -182,10 +200,7 @@ def build_engine(
             f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
             "processor's tokenizer as `processing_class`."
         )
-    missing = [name for name in options.environment_limits or {} if name not in pool.factories]
-    if missing:
-        there = ", ".join(name for name in pool.factories if name is not None) or "one without a name"
-        raise ValueError(f"environment_limits names {missing[0]!r}, which is none of the environments: {there}.")
+    check_names("environment_limits", options.environment_limits, pool.factories)
     longest = options.max_model_length
     if model_config is not None:
         longest = longest_conversation(longest, model_config.get_text_config())

@@ -215,7 +215,7 @@ class BatchesAhead:
 
 
 def check_plays_ahead(model: torch.nn.Module, dataset: Any) -> None:
-    """Check that a run can play batches ahead.
+    """Check that a run can play batches ahead, which only the loaded model and the rows say.
 
     Args:
         model: The policy, unwrapped.

@@ -20,10 +20,9 @@ from trl.models import get_act_offloading_ctx_manager
 from agile_trainers.adapters import check_repeatable, within_scope
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import MACHINE, check_rules
+from agile_trainers.config.rules import MACHINE, check_order_of_turns, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
-from agile_trainers.objectives.drift import DECISION
 from agile_trainers.packing.packer import Packer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -117,7 +116,7 @@ def prepare_run(
 
     options = EpisodeOptions.of_args(args)
     pool = options.make_pool(factories)
-    check_order_of_turns(args, pool)
+    check_order_of_turns(args, [pool.titles[name] for name in pool.factories if pool.agent(name) is not None])
     histories = options.histories(pool.factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
@@ -142,25 +141,6 @@ def prepare_run(
         pool=pool,
         first_states=first_states,
     )
-
-
-def check_order_of_turns(args: MultiTurnConfig, pool: EnvironmentPool) -> None:
-    """Reject what goes by the order of turns for agents, whose calls may come at once.
-
-    Raises:
-        ValueError: If ``gamma`` is not 1, or drift is corrected per decision, and an environment is an agent.
-    """
-    agents = [pool.titles[name] for name in pool.factories if pool.agent(name) is not None]
-    if agents and args.drift_correction == DECISION:
-        raise ValueError(
-            f"drift_correction={DECISION!r} weighs a reward by the turns up to it, but the agent {agents[0]} may ask for "
-            "several answers at once. Set drift_correction='sequence_truncate', or leave it unset."
-        )
-    if agents and args.gamma != 1:
-        raise ValueError(
-            f"gamma={args.gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at "
-            "once. Leave gamma at 1, or let the agent discount the rewards that it gives."
-        )
 
 
 def warn_of_unseen_prompts(
