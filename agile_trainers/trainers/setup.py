@@ -218,7 +218,7 @@ def check_auxiliary_loss(args: Any, own_loss: str | None, coefficient: float) ->
         )
 
 
-def make_engine(
+def make_rollout_engine(
     args: MultiTurnConfig,
     setup: RunSetup,
     tokenizer: Any,

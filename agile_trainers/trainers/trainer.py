@@ -95,8 +95,8 @@ from agile_trainers.trainers.setup import (
     RunSetup,
     activation_offloading,
     check_auxiliary_loss,
-    make_engine,
     make_packer,
+    make_rollout_engine,
     prepare_policy,
     prepare_run,
 )
@@ -327,7 +327,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self._turn_ratios:
             # TRL's loss sees log-probabilities whose token ratios already are the turn's.
             self.importance_sampling_level = "token"
-        self.engine = make_engine(
+        self.engine = make_rollout_engine(
             args, setup, self.processing_class, self.eos_token_ids, self.model.config, needs_anchors=self.needs_anchors
         )
         self.reference = ReferencePolicy(self, inputs.saved)
