@@ -231,7 +231,7 @@ class TokenBatches:
         self.budget: int | None = self._args.max_tokens_per_micro_batch
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
         self.observers: Sequence[Remember] = ()
-        """What the passes change besides gradients and metrics; it is put back before a micro-batch is repeated."""
+        """State that passes change besides gradients and metrics; it is put back before a micro-batch is repeated."""
         self._under_way: tuple[Batch, bool, bool] | None = None
         # Terms that are no sum over rows or tokens need the whole micro-batch at once.
         self._whole = (
