@@ -11,6 +11,9 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TRL_EXPERIMENTAL_SILENCE := 1
 
+# Where it is set, each process compiles the package and pytest rewrites all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # An environment whose packages come before those of .venv.
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 overlay = test -d $(1) || $(RUN) -m venv $(1); \
@@ -40,7 +43,7 @@ demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in mi
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on several seeds, every game of the libraries
 	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser and not agents"
@@ -59,7 +62,7 @@ test-trl-newest: $(VENV)/.installed-dev  ## the contract with TRL, and trainers,
 	$(TRL_NEWEST)/bin/python -m pytest -q $(CONTRACT)
 
 test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
-	$(RUN) -m pytest tests/launch -m "launch and not gpu"
+	$(RUN) -m pytest tests/launch tests/test_cli_errors.py -m "launch and not gpu"
 
 test-viewer: $(VENV)/.installed-dev  ## the viewer's page in a real Chromium; screenshots go to runs/viewer/
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || { echo "make test-viewer needs Chromium: apt-get install -y chromium" >&2; exit 1; }

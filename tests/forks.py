@@ -18,6 +18,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,27 +29,54 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from filelock import FileLock
+
 LIBRARIES = (
     "torch.distributed", "datasets", "transformers.trainer", "peft", "accelerate", "trl.trainer.grpo_trainer",
     "matplotlib.backends.backend_agg", "agile_trainers.algorithms.grpo", "agile_trainers.evaluation.policy",
 )  # fmt: skip
 
+ADDRESS = Path(tempfile.gettempdir(), f"forks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
+"""One for all workers of a test run."""
+
 Done = subprocess.CompletedProcess[str]
 
 
 class Forks:
-    """A process whose forks run programs."""
+    """A process whose forks run programs. The workers of a test run share it: its imports are made once.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *LIBRARIES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    Args:
+        address: Where it listens; who comes first starts it.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        with FileLock(f"{address}.lock"):
+            try:
+                self._connect(address)
+                return
+            except OSError:  # nobody listens
+                address.unlink(missing_ok=True)
+            self._process = subprocess.Popen([sys.executable, __file__, address, *LIBRARIES], stdin=subprocess.PIPE)
+            while not address.exists():
+                if self._process.poll() is not None:
+                    raise RuntimeError("The process that runs programs in forks has ended; its errors are above.")
+                time.sleep(0.01)
+            self._connect(address)
+
+    def _connect(self, address: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(address))
+            self._answers, self._questions = connection.makefile("r"), connection.makefile("w")
 
     def end(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """Let it go; who has started it ends it. Others that it serves are served on."""
+        self._questions.close()
+        self._answers.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
 
     def run_all(self, programs: Sequence[dict[str, Any]], timeout: float) -> list[Done]:
         """Run programs at the same time. When one fails, the others get SIGTERM, and SIGKILL 30 seconds later.
@@ -60,7 +88,6 @@ class Forks:
         Raises:
             subprocess.TimeoutExpired: After ``timeout``, with the output of the first program.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             asked = [
                 {
@@ -72,8 +99,8 @@ class Forks:
                 }
                 for index, one in enumerate(programs)
             ]
-            print(json.dumps({"programs": asked, "timeout": timeout}), file=self._process.stdin, flush=True)
-            codes = json.loads(self._process.stdout.readline() or "[]")
+            print(json.dumps({"programs": asked, "timeout": timeout}), file=self._questions, flush=True)
+            codes = json.loads(self._answers.readline() or "[]")
             if codes == []:
                 raise RuntimeError("The process that runs programs in forks has ended; its errors are above.")
             done = [
@@ -91,7 +118,7 @@ class Forks:
 
 @functools.cache
 def _forks() -> Forks:
-    forks = Forks()
+    forks = Forks(ADDRESS)
     atexit.register(forks.end)
     return forks
 
@@ -116,28 +143,47 @@ def run_ranks(processes: int, arguments: Sequence[object], *, timeout: float = 6
     return _forks().run_all([{"arguments": arguments, "env": env} for env in environments], timeout)
 
 
-def _serve(libraries: Sequence[str]) -> None:
-    """Answer each line of the input. In a fork, run its program and return."""
+def _serve(address: str, libraries: Sequence[str]) -> None:
+    """Fork for each connection, until the input ends. In a fork of a fork, run a program and return."""
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in conftest.py
     for name in libraries:
         importlib.import_module(name)
     importlib.import_module("quick").make_quick()
     gc.collect()
     gc.freeze()  # collections in the forks would copy all pages
-    while line := sys.stdin.readline():
-        asked = json.loads(line)
-        running: dict[int, int] = {}
-        for index, program in enumerate(asked["programs"]):
-            child = os.fork()
-            if child == 0:
-                _become(**program)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen()
+        os.rename(f"{address}.new", address)  # it is there when it can be connected to
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            connection = listener.accept()[0]
+            if os.fork() == 0:
+                listener.close()
+                if program := _asked(connection):
+                    _become(**program)
                 return
-            running[child] = index
-        codes = _codes(running, time.monotonic() + asked["timeout"])
-        print(json.dumps(codes), flush=True)
+            connection.close()
+        for name in (address, f"{address}.lock"):
+            os.unlink(name)
 
 
-def _codes(running: dict[int, int], deadline: float) -> list[int] | None:
+def _asked(connection: socket.socket) -> dict[str, Any] | None:
+    """Answer each line. In a fork, return its program; else None when nobody asks any more."""
+    with connection, connection.makefile("rw") as lines:
+        while line := lines.readline():
+            asked = json.loads(line)
+            running: dict[int, int] = {}
+            for index, program in enumerate(asked["programs"]):
+                child = os.fork()
+                if child == 0:
+                    return dict(program)
+                running[child] = index
+            codes = _codes(running, time.monotonic() + asked["timeout"], connection)
+            print(json.dumps(codes), file=lines, flush=True)
+    return None
+
+
+def _codes(running: dict[int, int], deadline: float, asker: socket.socket) -> list[int] | None:
     """Wait for all processes; each leads a session. None after the deadline, or when nobody waits for the answer."""
     codes = [0] * len(running)
     end = signal.SIGTERM
@@ -150,7 +196,7 @@ def _codes(running: dict[int, int], deadline: float) -> list[int] | None:
                 for other in running:
                     _kill(other, end)
                 end, deadline = signal.SIGKILL, min(deadline, time.monotonic() + 30)
-        elif time.monotonic() > deadline or select.select([sys.stdin], [], [], 0.01)[0]:
+        elif time.monotonic() > deadline or select.select([asker], [], [], 0.01)[0]:
             for other in running:
                 _kill(other, signal.SIGKILL)
                 os.waitpid(other, 0)
@@ -192,4 +238,4 @@ def _become(arguments: list[str], env: dict[str, str], folder: str, output: str,
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve(sys.argv[1], sys.argv[2:])

@@ -177,6 +177,7 @@ def test_debug_raises_what_is_said_otherwise(mistake: str, folder: Path, monkeyp
         main([*argv, "--debug"])
 
 
+@pytest.mark.launch
 def test_processes_that_accelerate_starts_say_a_mistake_once_each(folder: Path) -> None:
     """What only they find out: here, that nothing says how long to train."""
     command = ["-m", "agile_trainers.cli.main", "grpo", *MODEL, *GUESS, "--num_processes", "1", "--cpu"]
