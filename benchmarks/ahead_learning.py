@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
 from agile_trainers.envs.base import ResetResult, StepResult
-from agile_trainers.envs.players import demonstrate
+from agile_trainers.envs.scripted_policies import demonstrate
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 ROOT = Path(__file__).resolve().parent

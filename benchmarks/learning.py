@@ -37,8 +37,8 @@ from update_vs_trl import PAGE, ROOT, with_tables
 
 from agile_environments.guess_number import demonstrations
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.players import Player, demonstrate
 from agile_trainers.envs.probes import PROBES
+from agile_trainers.envs.scripted_policies import Player, demonstrate
 
 RESULTS = ROOT / "benchmarks/results/learning.jsonl"
 PICTURE = ROOT / "docs/images/learning.png"

@@ -45,7 +45,7 @@ from agile_environments.guess_number import (
 from agile_trainers.cli.chain.command import results, run_pipeline
 from agile_trainers.cli.chain.stages import Stage, read_pipeline
 from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.players import Player, compare
+from agile_trainers.envs.scripted_policies import Player, compare
 from agile_trainers.types import Message
 
 HIGH, GUESSES = LEVELS["normal"]

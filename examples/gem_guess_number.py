@@ -22,7 +22,7 @@ from peft import LoraConfig
 
 from agile_trainers.embedded import make_embedded_model, sft_trainer
 from agile_trainers.envs import make_environment_factory
-from agile_trainers.envs.players import demonstrate
+from agile_trainers.envs.scripted_policies import demonstrate
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
-from agile_trainers.envs.players import compare
+from agile_trainers.envs.scripted_policies import compare
 
 
 def pairs(count: int) -> list[dict[str, Any]]:

@@ -2567,16 +2567,16 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k starts_from",
     ),
     Mutation(
-        "every call of a conversation is a demonstration", "rollout/agents/players.py",
+        "every call of a conversation is a demonstration", "rollout/agents/scripted_policies.py",
         "if not any(_goes_on(later, call) for later in calls[place + 1 :]):",
         "if True:",
-        "tests/rollout/agents/test_players.py -k every_call",
+        "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
-        "players of agents draw without the seed", "rollout/agents/players.py",
+        "players of agents draw without the seed", "rollout/agents/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
-        "tests/rollout/agents/test_players.py -k by_the_seed",
+        "tests/rollout/agents/test_scripted_policies.py -k by_the_seed",
     ),
     Mutation(
         "a body of any size is read", "rollout/agents/server.py",

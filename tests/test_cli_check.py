@@ -27,7 +27,7 @@ from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Call, forest
-from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_in_seat
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 

@@ -225,7 +225,7 @@ def searches(namespace: dict[str, Any]) -> list[float]:
 
 def calculations(namespace: dict[str, Any]) -> list[float]:
     from agile_environments.calculator import Calculator
-    from agile_trainers.envs.players import play
+    from agile_trainers.envs.scripted_policies import play
 
     environment = Calculator()
     environment.reset(seed=0)

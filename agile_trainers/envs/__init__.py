@@ -10,10 +10,10 @@ from agile_trainers.envs.checker import (
     validate_reset,
     validate_step,
 )
-from agile_trainers.envs.players import Episode, Player, compare, demonstrate, known_players, play
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import load_rows
 from agile_trainers.envs.registry import list_environments, make_environment_factory, register_environment
+from agile_trainers.envs.scripted_policies import Episode, Player, compare, demonstrate, known_players, play
 
 __all__ = [
     "Agent",

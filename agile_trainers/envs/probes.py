@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.players import Player
+from agile_trainers.envs.scripted_policies import Player
 
 DIGITS = tuple("0123456")
 PROBE_WORDS = (*DIGITS, "go", "recall", "first", "second", "third", "at", "goal", "left", "right", "end")

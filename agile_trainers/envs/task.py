@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from agile_trainers.envs.base import Environment, ResetResult, StepResult, read_options
-from agile_trainers.envs.players import Player, compare_until, demonstrate
 from agile_trainers.envs.questions.answers import read_answer
+from agile_trainers.envs.scripted_policies import Player, compare_until, demonstrate
 from agile_trainers.types import Message
 
 TrainingRows = list[dict[str, list[Message]]]
@@ -119,7 +119,7 @@ def demonstrations_of(task: Callable[[], Environment], default: Player) -> Calla
 
 
 def preferences_of(task: Callable[[], Environment], better: Player, worse: Player) -> Callable[..., TrainingRows]:
-    """Make the function ``preferences`` of a task, with pairs of :func:`~agile_trainers.envs.players.compare`.
+    """Make the function ``preferences`` of a task, with pairs of :func:`~agile_trainers.envs.scripted_policies.compare`.
 
     Args:
         task: Makes the default environment.

@@ -7,7 +7,7 @@ from typing import Any
 
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.context import Context, Question
-from agile_trainers.envs.players import Player
+from agile_trainers.envs.scripted_policies import Player
 from agile_trainers.envs.task import INVALID, WON, GameTask, TrainingRows, draw
 from agile_trainers.types import Message
 

@@ -9,9 +9,9 @@ import pytest
 
 from agile_environments import TASKS
 from agile_trainers.envs.agent import is_agent
-from agile_trainers.envs.players import play
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.rollout.agents.players import play_agent
+from agile_trainers.envs.scripted_policies import play
+from agile_trainers.rollout.agents.scripted_policies import play_agent
 
 PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_player")
 EPISODES = {

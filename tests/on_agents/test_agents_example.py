@@ -10,7 +10,7 @@ import pytest
 
 from agile_environments.archive import careless_player, expert_player
 from agile_trainers.records.reader import read_records
-from agile_trainers.rollout.agents.players import demonstrate_agent, play_agent
+from agile_trainers.rollout.agents.scripted_policies import demonstrate_agent, play_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 

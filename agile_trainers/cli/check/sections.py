@@ -38,7 +38,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment, describe_error
-from agile_trainers.envs.players import Player, known_players
+from agile_trainers.envs.scripted_policies import Player, known_players
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import Finding, findings_before
 from agile_trainers.monitor.reporting import training_summary
@@ -47,7 +47,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, probe_e
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
-from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_in_seat
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.rollout.spec import Chat, EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings

@@ -35,11 +35,11 @@ from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.players import Player
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.envs.scripted_policies import Player
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_in_seat
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 

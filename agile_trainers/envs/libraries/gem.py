@@ -15,7 +15,7 @@ from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.envs.libraries import LIBRARIES, check_arguments
 from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
 from agile_trainers.envs.libraries.global_random import OwnRandomState
-from agile_trainers.envs.players import Player
+from agile_trainers.envs.scripted_policies import Player
 
 _MOVES = ("up", "down", "left", "right")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -11,9 +11,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_options
-from agile_trainers.envs.players import Player
 from agile_trainers.envs.questions.answers import exact_match
 from agile_trainers.envs.questions.rows import TRAIN, Row, Rows, check_column, load_rows
+from agile_trainers.envs.scripted_policies import Player
 from agile_trainers.types import Message
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from agile_trainers.envs.agent import Agent, Endpoint, Model, Task, agent_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import validate_result
-from agile_trainers.envs.players import Player
+from agile_trainers.envs.scripted_policies import Player
 from agile_trainers.rollout.agents.replies import as_message, cut_at_stop, tool_calls
 from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, Ticket
 from agile_trainers.rollout.agents.server import AgentServer

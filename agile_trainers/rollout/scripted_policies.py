@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, as_messages
 from agile_trainers.envs.checker import validate_context, validate_reset, validate_step
 from agile_trainers.envs.context import Context, History, Question, full
-from agile_trainers.envs.players import Player
+from agile_trainers.envs.scripted_policies import Player
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
