@@ -38,7 +38,7 @@ from update_vs_trl import PAGE, ROOT, with_tables
 from agile_environments.guess_number import demonstrations
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
 from agile_trainers.envs.probes import PROBES
-from agile_trainers.envs.scripted_policies import Player, demonstrate
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, demonstrate
 
 RESULTS = ROOT / "benchmarks/results/learning.jsonl"
 PICTURE = ROOT / "docs/images/learning.png"
@@ -78,7 +78,7 @@ def base(task: str, seed: int) -> Path:
         rows = demonstrations(count, seed=seed * count)
     else:
         probe = PROBES[task].factory()
-        rows = demonstrate(probe, _half_right(probe.players()), range(seed * count, (seed + 1) * count))
+        rows = demonstrate(probe, _half_right(probe.scripted_policies()), range(seed * count, (seed + 1) * count))
     words = words_of(rows, "invalid", "correct", "end")
     untrained = make_embedded_model(folder / "untrained", words=words, max_position_embeddings=512, seed=seed)
     trainer = sft_trainer(untrained, rows, folder, seed=seed, max_steps=SFT[task])
@@ -89,8 +89,8 @@ def base(task: str, seed: int) -> Path:
     return folder
 
 
-def _half_right(players: dict[str, Player]) -> Player:
-    return lambda messages, rng: players["expert" if rng.random() < 0.5 else "random"](messages, rng)
+def _half_right(policies: dict[str, ScriptedPolicy]) -> ScriptedPolicy:
+    return lambda messages, rng: policies["expert" if rng.random() < 0.5 else "random"](messages, rng)
 
 
 def run(side: str, task: str, rate: float, seed: int, budget: int) -> Run:

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
-from agile_environments.guess_number import GuessNumber, demonstrations, random_legal_player
+from agile_environments.guess_number import GuessNumber, demonstrations, random_legal_policy
 from agile_trainers import embedded
 from agile_trainers.cli.demo import command as demo
 from agile_trainers.embedded import make_embedded_model, words_of
@@ -52,7 +52,7 @@ LEARNING_RATE, ENTROPY = 2e-3, 0.03
 ROWS, EVALUATED = 64, 128
 """Rows of each range, whose secrets are spread over it, and episodes of each range in one evaluation."""
 HALVING = fmean(min(1.0, (2**GUESSES - 1) / high) for high in RANGES)
-"""Success of the best player, who finds 15 numbers in 4 guesses."""
+"""Success of the best policy, which finds 15 numbers in 4 guesses."""
 MIXED_ARMS: dict[str, dict[str, Any]] = {
     "uniform": {"task_sampling": "uniform"},
     "adaptive": {"task_sampling": "adaptive"},  # a task is a row
@@ -107,7 +107,7 @@ def mixed_base() -> Path:
     games = [
         game
         for high in RANGES
-        for game in demonstrations(count, 0, random_legal_player, GuessNumber(high=high, max_turns=GUESSES))
+        for game in demonstrations(count, 0, random_legal_policy, GuessNumber(high=high, max_turns=GUESSES))
     ]
     untrained = make_embedded_model(folder / "untrained", words=words_of(games, "invalid", "correct"), seed=0)
     return _saved(

@@ -23,7 +23,7 @@ from pydantic_ai import UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from agile_environments.archive import careless_player, draw_register, expert_player
+from agile_environments.archive import careless_policy, draw_register, expert_policy
 from agile_trainers.embedded import make_embedded_model, sft_trainer, texts_of
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.rollout.agents.scripted_policies import demonstrate_agent
@@ -50,7 +50,7 @@ agent = Agent(solve)
 
 def beginner(messages: list[Message], rng: random.Random) -> str:
     """Looks up anybody and notes down anything, but for one time in four, when it does what it should."""
-    return (expert_player if rng.random() < 0.25 else careless_player)(messages, rng)
+    return (expert_policy if rng.random() < 0.25 else careless_policy)(messages, rng)
 
 
 def main() -> None:

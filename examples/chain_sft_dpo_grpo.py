@@ -2,7 +2,7 @@
 
     python examples/chain_sft_dpo_grpo.py --seed 0
 
-The script makes a tiny model that knows the game's words but plays at random. SFT trains on games of a player that guesses
+The script makes a tiny model that knows the game's words but plays at random. SFT trains on games of a policy that guesses
 any number the hints still allow, DPO on pairs of a good and a bad guess, and GRPO on the model's own games. The stages are
 written to `<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` runs the same stages. Both
 commands resume an interrupted run. At the end plain PEFT loads every folder in a new process. The logits of a folder must
@@ -38,14 +38,14 @@ from agile_environments.guess_number import (
     LEVELS,
     GuessNumber,
     demonstrations,
-    halving_player,
-    random_legal_player,
-    random_player,
+    halving_policy,
+    random_legal_policy,
+    random_policy,
 )
 from agile_trainers.cli.chain.command import results, run_pipeline
 from agile_trainers.cli.chain.stages import Stage, read_pipeline
 from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.scripted_policies import Player, compare
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, compare
 from agile_trainers.types import Message
 
 HIGH, GUESSES = LEVELS["normal"]
@@ -66,13 +66,13 @@ for folder in folders:
 """Loads the folders with plain PEFT, without this package."""
 
 
-def tiring(turns: int) -> Player:
-    """A player that halves for some turns and then ignores all hints."""
+def tiring(turns: int) -> ScriptedPolicy:
+    """A policy that halves for some turns and then ignores all hints."""
 
-    def player(messages: list[Message], rng: random.Random) -> str:
-        return (halving_player if len(messages) // 2 < turns else random_player)(messages, rng)
+    def policy(messages: list[Message], rng: random.Random) -> str:
+        return (halving_policy if len(messages) // 2 < turns else random_policy)(messages, rng)
 
-    return player
+    return policy
 
 
 def preferences(games: int, first: int) -> list[dict[str, str]]:
@@ -81,7 +81,7 @@ def preferences(games: int, first: int) -> list[dict[str, str]]:
     Rows are text: the chat template ends an answer with a newline, which no earlier stage trains and no rollout samples.
     """
     seeds = [range(first + turns * games, first + (turns + 1) * games) for turns in range(GUESSES - 1)]
-    pairs = [compare(GuessNumber(), halving_player, tiring(turns), seeds[turns]) for turns in range(GUESSES - 1)]
+    pairs = [compare(GuessNumber(), halving_policy, tiring(turns), seeds[turns]) for turns in range(GUESSES - 1)]
     rows = [pair for turn in pairs for pair in turn[: min(map(len, pairs))]]
     return [{name: text(row[name]) for name in row} for row in rows]
 
@@ -95,7 +95,7 @@ def text(messages: list[Message]) -> str:
 
 
 def make_base(folder: Path, seed: int, steps: int) -> Path:
-    """A model trained on games of a player that follows the hints and of one that ignores them, half each."""
+    """A model trained on games of a policy that follows the hints and of one that ignores them, half each."""
     base = folder / "base"
     if (base / "done").is_file():
         return base
@@ -103,8 +103,8 @@ def make_base(folder: Path, seed: int, steps: int) -> Path:
     untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
     rows = [
         game
-        for player, first in ((random_player, seed * 100_000), (random_legal_player, seed * 100_000 + 50_000))
-        for game in demonstrations(16 * steps, seed=first, player=player)
+        for policy, first in ((random_policy, seed * 100_000), (random_legal_policy, seed * 100_000 + 50_000))
+        for game in demonstrations(16 * steps, seed=first, policy=policy)
     ]
     trainer = sft_trainer(untrained, rows, base, seed=seed, max_steps=steps)
     trainer.train()

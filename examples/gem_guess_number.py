@@ -35,7 +35,7 @@ GAME = "gem:game:GuessTheNumber-v0-easy"
 
 
 def still_possible(messages: list[Message], rng: random.Random) -> str:
-    """A player that guesses any number that the hints still allow."""
+    """A policy that guesses any number that the hints still allow."""
     low, high = map(int, re.findall(r"between (\d+) and (\d+)", messages[0]["content"])[0])
     for message in messages[1:]:
         if hint := re.search(r"guessed (\d+), and the target number is (higher|lower)", message["content"]):

@@ -30,7 +30,7 @@ RANK = os.environ.get("RANK", "0")
 
 
 def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
-    """Make a model that knows the words of the task, and teach it the format from a player that seldom calls the tool."""
+    """Make a model that knows the words of the task, and teach it the format from a policy that seldom calls the tool."""
     episodes = demonstrations(steps * batch, seed=seed * steps * batch)
     untrained = make_embedded_model(folder / f"untrained-{RANK}", words=words_of(episodes, "system"), seed=seed)
     length = {"max_steps": steps, "per_device_train_batch_size": batch}

@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
+from agile_environments.guess_number import GuessNumber, demonstrations, halving_policy, random_legal_policy
 from agile_trainers.envs.scripted_policies import compare
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
     """Found by its path: ``chain_files:pairs``."""
-    return compare(GuessNumber(level="easy"), halving_player, random_legal_player, range(count))
+    return compare(GuessNumber(level="easy"), halving_policy, random_legal_policy, range(count))
 
 
 class Talk(GuessNumber):

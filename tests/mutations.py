@@ -1794,7 +1794,7 @@ MUTATIONS = [
         "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
     ),
     Mutation(
-        "the players' returns speak for the model", "cli/check/sections.py",
+        "the policies' returns speak for the model", "cli/check/sections.py",
         "if of_model and len(own) == 1:", "if False:",
         "tests/test_cli_check.py -k own_episodes",
     ),
@@ -2573,7 +2573,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
-        "players of agents draw without the seed", "rollout/agents/scripted_policies.py",
+        "policies of agents draw without the seed", "rollout/agents/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
         "tests/rollout/agents/test_scripted_policies.py -k by_the_seed",

@@ -29,7 +29,7 @@ def test_a_run_of_other_settings_is_not_loaded(tmp_path: Path, monkeypatch: pyte
     assert len(bench.load()) == 1
 
 
-def test_the_best_player_by_hand() -> None:
+def test_the_best_policy_by_hand() -> None:
     """In 4 guesses, halving finds 1 + 2 + 4 + 8 = 15 numbers."""
     assert pytest.approx((1 + 1 + 15 / 16 + 15 / 32 + 15 / 64) / 5) == bench.HALVING
 

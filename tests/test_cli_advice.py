@@ -226,13 +226,13 @@ def test_an_engine_that_has_too_little_memory_is_a_problem(tmp_path: Path) -> No
     assert code == 1 and "vllm_gpu_memory_utilization=0.3 leaves it" in report and "raise it" in report
     code, report = run(tmp_path, "--use_vllm", "--gpu_memory", "24", "--vllm_enable_sleep_mode")
     assert code == 0 and "of the longest episodes at the same time" in report and "7.20 GiB" in report
-    code, report = run(tmp_path, "--use_vllm", "--player", "random")
+    code, report = run(tmp_path, "--use_vllm", "--scripted_policy", "random")
     assert code == 0 and "--gpu_memory says how many fit" in report
 
 
 def test_a_plan_for_another_machine_loads_no_weights_and_has_a_gpus_precision(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--gpu_memory", "24")
-    assert code == 0 and "by the random player" in report
+    assert code == 0 and "by the random policy" in report
     code, report = run(tmp_path)
     assert code == 1 and "The model cannot play" in report, "this folder has no weights"
     options = ["--environment", "agile:guess_number", "--model_name_or_path", str(tmp_path)]

@@ -27,7 +27,7 @@ from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Call, forest
-from agile_trainers.rollout.scripted_policies import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
@@ -45,11 +45,11 @@ class TwoTurns:
         return "Another?", 1.0 if right else -0.5, self.turn == 2, False, {"success": right}
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     return rng.choice(("yes", "no"))
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     return "yes"
 
 
@@ -132,10 +132,12 @@ def run(environment: str, *options: str) -> tuple[int, str]:
 
 
 def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
-    code, report = run("TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3")
+    code, report = run(
+        "TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert", "--max_turns", "3"
+    )
     assert code == 0 and "Ready to train." in report and "problem" not in report
     assert "TwoTurns follows it" in report
-    assert "8 episodes by the expert player" in report
+    assert "8 episodes by the expert policy" in report
     assert "mean 2.000, from 2 to 2; success 100%" in report
     assert "from 1 to 1: 1 (16 times); 100% of 16 turns are not 0" in report
     assert "mean 2.0, at most 2 (max_turns=3)" in report
@@ -157,7 +159,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
 
 def test_success_that_only_winners_report_is_no_success_of_all() -> None:
     _, report = run(
-        "SaysWhenItWins", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3"
+        "SaysWhenItWins", "--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert", "--max_turns", "3"
     )
     found = re.search(r"warning: (\d+)% of the episodes end without info\['success'\]", report)
     assert found is not None and 0 < int(found[1]) < 100, report
@@ -167,7 +169,7 @@ def test_success_that_only_winners_report_is_no_success_of_all() -> None:
 def test_each_of_several_environments_is_checked_within_its_own_limits() -> None:
     several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "NeverEnds", "PaysNothing")})
     limits = json.dumps({"TwoTurns": {"max_turns": 2}, "NeverEnds": {"max_turns": 1}})
-    options = ["--environment_limits", limits, "--max_turns", "3", "--episodes", "4", "--player", "expert"]
+    options = ["--environment_limits", limits, "--max_turns", "3", "--episodes", "4", "--scripted_policy", "expert"]
     code, report = run(several, *options, "--max_new_tokens", "8")
     assert code == 1
     first, *sections = re.split(r"-+ environment (\w+) -+", report)
@@ -188,7 +190,7 @@ def test_rows_are_checked_with_the_environment_they_are_for(tmp_path: Path) -> N
         str(tmp_path),
         "--episodes",
         "2",
-        "--player",
+        "--scripted_policy",
         "expert",
         "--gradient_accumulation_steps",
         "1",
@@ -211,7 +213,15 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
 
 
 def test_a_recipe_that_learns_nothing_is_warned_of() -> None:
-    options = ["--use_peft", "--learning_rate", "1e-6", "--gradient_accumulation_steps", "1", "--player", "random"]
+    options = [
+        "--use_peft",
+        "--learning_rate",
+        "1e-6",
+        "--gradient_accumulation_steps",
+        "1",
+        "--scripted_policy",
+        "random",
+    ]
     _, report = run("TwoTurns", *options)
     assert "warning: learning_rate=1e-06" in report and "warning: An update sees 8 episodes" in report
 
@@ -219,7 +229,7 @@ def test_a_recipe_that_learns_nothing_is_warned_of() -> None:
 def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
     file = io.StringIO()
     options = ["--environment", f"{__name__}:TwoTurns", "--use_peft", "--lora_target_modules", "all-linear"]
-    options += ["--max_turns", "1", "--player", "random"]
+    options += ["--max_turns", "1", "--scripted_policy", "random"]
     codes = [check.main([name, *options], Console(file=file, width=400)) for name in ("grpo", "ppo")]
     grpo, ppo = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) trained x 4 bytes", file.getvalue()))
     assert codes == [0, 0] and ppo == 2 * grpo
@@ -228,10 +238,10 @@ def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
 
 
 def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
-    code, report = run("Awaited", "--episodes", "4", "--player", "random")
+    code, report = run("Awaited", "--episodes", "4", "--scripted_policy", "random")
     assert code == 0 and "Awaited follows it" in report
     (tmp_path / "rows.jsonl").write_text('{"secret": 3}\n{"secret": 11}\n')
-    options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--player", "expert"]
+    options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--scripted_policy", "expert"]
     code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "4")
     assert code == 1 and "train_dataset has 2 rows, but a generation batch takes 4" in report
     code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "1", "--task_column", "level")
@@ -260,7 +270,13 @@ def test_what_would_not_train_exits_with_the_reason(
 ) -> None:
     monkeypatch.setattr(Hangs, "clock", clock)
     code, report = run(
-        broken, "--episodes", "4" if broken != "PaysNothing" else "6", "--time_limit", "0.2", "--player", "expert"
+        broken,
+        "--episodes",
+        "4" if broken != "PaysNothing" else "6",
+        "--time_limit",
+        "0.2",
+        "--scripted_policy",
+        "expert",
     )
     verdict = report.partition("Not ready to train:")[2]
     assert code == 1 and message in verdict, report
@@ -268,8 +284,8 @@ def test_what_would_not_train_exits_with_the_reason(
 
 def test_limits_that_the_expert_does_not_fit_in_are_named() -> None:
     code, report = run("agile:calculator", "--episodes", "4", "--max_new_tokens", "64")
-    assert code == 0 and "answers of the expert player were cut at max_new_tokens=64" in report
-    assert "the expert is not better than the random player" in report
+    assert code == 0 and "answers of the expert policy were cut at max_new_tokens=64" in report
+    assert "the expert is not better than the random policy" in report
 
 
 def test_equal_returns_are_no_reason_where_only_the_embedded_model_could_play() -> None:
@@ -287,13 +303,13 @@ class PaysTheRest(TwoTurns):
 
 
 def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
-    """The players' returns differ; the model's do not."""
+    """The policies' returns differ; the model's do not."""
     options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8"]
     code, report = run("PaysTheRest", *options, "--model", str(embedded_model))
     assert code == 1 and "all 4 episodes of the model returned 0: there is no learning signal" in report
     assert "[too_hard] Choose an easier level" in report
     assert re.search(r"expert +\+2.000", report) and "Ready to train." not in report
-    code, report = run("PaysTheRest", *options, "--player", "model")
+    code, report = run("PaysTheRest", *options, "--scripted_policy", "model")
     assert code == 0 and "warning: every episode that the model played has the same return" in report
 
 
@@ -322,7 +338,7 @@ def test_a_model_of_another_family_is_checked_and_planned_for_a_gpu_that_is_not_
 
 def test_the_plan_is_for_the_limits_and_not_for_what_was_played(embedded_model: Path) -> None:
     """Episodes of two turns of a word; the limits allow much longer ones."""
-    options = ["--episodes", "4", "--player", "expert", "--max_turns", "6"]
+    options = ["--episodes", "4", "--scripted_policy", "expert", "--max_turns", "6"]
     small, large = (run("TwoTurns", *options, "--max_new_tokens", new)[1] for new in ("20", "200"))
     tokens = [
         int(re.findall(r"planned for episodes of ([\d,]+) tokens", report)[0].replace(",", ""))
@@ -341,7 +357,7 @@ def test_starts_that_differ_are_a_warning() -> None:
 
 def test_the_played_answers_are_tried_again() -> None:
     """The protocol's own check sends an answer that goes well."""
-    code, report = run("MoodyAboutYes", "--episodes", "2", "--player", "expert")
+    code, report = run("MoodyAboutYes", "--episodes", "2", "--scripted_policy", "expert")
     protocol, _, determinism = report.partition("Determinism")
     assert code == 0 and "different results" not in protocol
     assert "warning: MoodyAboutYes: the same actions after" in determinism
@@ -367,8 +383,12 @@ def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) 
         ([], "--environment is missing"),
         (["--environment", "agile:guess_number", "--episodes", "1"], "episodes must be at least 2"),
         (
-            ["--environment", "agile:guess_number", "--player", "me"],
-            "player must be one of auto, model, random, expert",
+            ["--environment", "agile:guess_number", "--player", "expert"],
+            "player is called scripted_policy: set scripted_policy='expert'",
+        ),
+        (
+            ["--environment", "agile:guess_number", "--scripted_policy", "me"],
+            "scripted_policy must be one of auto, model, random, expert",
         ),
         (["--environment", "agile:guess_number", "--gae_lambda", "0.9"], "--gae_lambda"),
         (["ppo", "--environment", "agile:guess_number"], "--use_peft is missing"),
@@ -470,7 +490,7 @@ def test_nothing_of_a_failed_episode_is_trained_on_and_long_parts_are_cut(embedd
 
 
 @pytest.mark.parametrize("environment", [TwoTurns, Awaited])
-def test_a_player_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model: Path, environment: Any) -> None:
+def test_a_policy_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model: Path, environment: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     heard: list[tuple[str | None, Any, float | None]] = []
     seen: list[list[Message]] = []
@@ -478,12 +498,12 @@ def test_a_player_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model:
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
         return RolloutEngine(EnvironmentPool(factory), ChatRenderer(tokenizer), Limits(5, 4, 4096))
 
-    def player(messages: list[Message], rng: random.Random) -> str:
+    def policy(messages: list[Message], rng: random.Random) -> str:
         seen.append(list(messages))
         return "yes" if len(messages) == 1 else "yes 1 2 3 4 5 6 7"
 
     specs = [EpisodeSpec(3, (3,)), EpisodeSpec(4, (4,))]
-    played = play_in_seat(engine, environment, lambda _: player, specs, tokenizer, lambda *said: heard.append(said))
+    played = play_scripted(engine, environment, lambda _: policy, specs, tokenizer, lambda *said: heard.append(said))
     for trajectory in played:
         first, second = trajectory.turns
         assert trajectory.completion_ids[: first.end] == [*tokenizer.encode("yes"), tokenizer.eos_token_id]
@@ -508,7 +528,7 @@ class LastPage(TwoTurns):
 
 
 def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
-    options = ("--episodes", "8", "--max_new_tokens", "8", "--player", "expert")
+    options = ("--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert")
     code, report = run("LastPage", *options)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     chat, answer = ChatRenderer(tokenizer), len(tokenizer.encode("yes")) + 1
@@ -534,7 +554,7 @@ def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
 
 def test_each_of_several_environments_is_checked_with_its_own_history() -> None:
     several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "LastPage")})
-    options = ("--episodes", "4", "--player", "expert", "--max_new_tokens", "8")
+    options = ("--episodes", "4", "--scripted_policy", "expert", "--max_new_tokens", "8")
     for history, rewritten in (('{"LastPage": "full"}', 0), ('{"TwoTurns": "full"}', 1), ("last:9", 0)):
         code, report = run(several, *options, "--history", history)
         assert code == 0 and report.count("because of the history") == rewritten, report

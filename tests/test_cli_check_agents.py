@@ -62,8 +62,8 @@ def test_an_agent_that_goes_on() -> None:
     [
         (["agent:asking:reads_rows"], r"\[environment_failing\] The environment failed in 100% .*AssertionError"),
         (
-            ["agent:asking:talks", "--player", "random"],
-            "is an agent, whose calls the model answers here; choose --player model",
+            ["agent:asking:talks", "--scripted_policy", "random"],
+            "is an agent, whose calls the model answers here; choose --scripted_policy model",
         ),
         (["agent:asking:tals"], "Unknown environment 'agent:asking:tals'.*asking has no 'tals'"),
         (["agent:asking:talks", "--history", "last:2"], "history has no effect on an agent"),
@@ -75,10 +75,10 @@ def test_agents_that_are_not_ready(options: list[str], problem: str) -> None:
     assert code == 1 and re.search(problem, said)
 
 
-def test_the_players_of_a_ready_agent_are_compared_with_the_model() -> None:
-    """The expert finds every animal; the random player says one of eight."""
+def test_the_policies_of_a_ready_agent_are_compared_with_the_model() -> None:
+    """The expert finds every animal; the random policy says one of eight."""
     code, said = report("--environment", "agile:archive")
     assert code == 0 and re.search(r"expert +\+1\.000 +100\.0%", said)
     chance = re.search(r"random +\+(\d\.\d+) ", said)
     assert chance is not None and float(chance[1]) < 0.5
-    assert "There is no other player" not in said
+    assert "There is no other policy" not in said

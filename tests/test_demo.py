@@ -12,7 +12,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from agile_environments.guess_number import demonstrations, halving_player, random_player
+from agile_environments.guess_number import demonstrations, halving_policy, random_policy
 from agile_trainers.checkpoints.model_card import moving_average
 from agile_trainers.cli.demo import command as demo
 from agile_trainers.cli.demo import report
@@ -71,14 +71,14 @@ def test_adapter_loaded_anew_plays_as_reported(finished: tuple[Path, dict], tmp_
     assert (metrics["eval_success"], metrics["eval_return"]) == (summary["rl_success"], summary["rl_return"])
 
 
-def test_scripted_players_are_measured_by_the_same_engine(finished: tuple[Path, dict], tmp_path: Path) -> None:
+def test_scripted_policies_are_measured_by_the_same_engine(finished: tuple[Path, dict], tmp_path: Path) -> None:
     """Halving never needs more than four guesses; four uniform guesses find one of twelve with 1 - (11/12)^4."""
     _, summary = finished
     assert summary["optimal_success"] == summary["optimal_return"] == 1.0
     trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
-    score = demo.scripted_score("random", random_player, trainer, 1200)
+    score = demo.scripted_score("random", random_policy, trainer, 1200)
     assert abs(score.success - (1 - (11 / 12) ** 4)) < 4 * (0.21 / 1200) ** 0.5
-    assert demo.scripted_score("halving", halving_player, trainer, 12) == DemoScore("halving", 1.0, 1.0)
+    assert demo.scripted_score("halving", halving_policy, trainer, 12) == DemoScore("halving", 1.0, 1.0)
 
 
 def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def ideal_answers(namespace: dict[str, Any]) -> list[float]:
     factory = namespace["environment"]
     one, other = factory(), factory()
     one.reset(seed=0), other.reset(seed=1)
-    players = one.players(), other.players()
-    return [answers_to(one, player["expert"]([], None)) for player in players]
+    policies = one.scripted_policies(), other.scripted_policies()
+    return [answers_to(one, policy["expert"]([], None)) for policy in policies]
 
 
 def tool_calls(namespace: dict[str, Any]) -> list[float]:
@@ -229,7 +229,7 @@ def calculations(namespace: dict[str, Any]) -> list[float]:
 
     environment = Calculator()
     environment.reset(seed=0)
-    return [play(environment, player, seed=0).episode_return for player in environment.players().values()]
+    return [play(environment, policy, seed=0).episode_return for policy in environment.scripted_policies().values()]
 
 
 def sums(namespace: dict[str, Any]) -> list[float]:
@@ -341,8 +341,8 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         given[given.index("--episodes") + 1] = "3"
         assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "check":
-        player = [] if any(one.startswith("agent:") for one in arguments) else ["--player", "expert"]
-        assert main.main([*arguments, "--episodes", "2", *player]) == 0
+        policy = [] if any(one.startswith("agent:") for one in arguments) else ["--scripted_policy", "expert"]
+        assert main.main([*arguments, "--episodes", "2", *policy]) == 0
     else:
         Path("more.yaml").write_text("use_cpu: true\nbf16: false\n", encoding="utf-8")
         started = list[Any]()

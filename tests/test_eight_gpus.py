@@ -58,7 +58,7 @@ def test_each_command_is_planned_where_neither_gpu_nor_vllm_is(
     episodes = 16 * int(processes or 1)
     flat = " ".join(report.split())
     assert f"There are {processes} processes, under" in flat and f"{episodes} episodes are played" in flat
-    assert "2 episodes by the random player" in flat, "no weights are loaded"
+    assert "2 episodes by the random policy" in flat, "no weights are loaded"
 
 
 @pytest.mark.slow

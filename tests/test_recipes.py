@@ -80,7 +80,7 @@ def test_the_commands_of_the_page_run(
         "24",
         "--episodes",
         "2",
-        "--player",
+        "--scripted_policy",
         "expert",
     ]
     assert main.main(command) == 0

@@ -10,7 +10,7 @@ COMMANDS = {
     "check": "checks that a run is ready to train, and shows its episodes",
     "eval": "plays a policy's episodes, and compares it with others",
     "view": "shows the episodes of a run in a browser, token by token",
-    "play": "puts you in the model's seat, in the terminal",
+    "play": "lets you answer in place of the model, in the terminal",
     "envs": "lists the environments, and the packages that others need",
     "env": "lists what works on this machine, and what others need",
 }

@@ -19,7 +19,7 @@ from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.scripted_policies import answer_calls, play_in_seat
+from agile_trainers.rollout.scripted_policies import answer_calls, play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Message, Trajectory
 
@@ -84,8 +84,8 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         history=options.history,
     )
 
-    def engine(seated: EnvironmentFactory) -> RolloutEngine:
-        return build_engine(how, how.make_pool(seated), tokenizer)
+    def engine(recording: EnvironmentFactory) -> RolloutEngine:
+        return build_engine(how, how.make_pool(recording), tokenizer)
 
     def hear(action: str | None, observation: Observation, reward: float | None) -> None:
         _show(console, observation, reward)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         specs = [EpisodeSpec(seed, (seed,))]
         if agent is not None:
             return answer_calls(engine(factory), answer_call, specs, tokenizer)[0]
-        return play_in_seat(engine, factory, lambda _: answer, specs, tokenizer, hear)[0]
+        return play_scripted(engine, factory, lambda _: answer, specs, tokenizer, hear)[0]
 
     console.print(Text("Ctrl-D ends the game.", style="dim"))
     for seed in range(options.seed, options.seed + options.episodes):

@@ -13,7 +13,7 @@ from agile_trainers.envs.checker import (
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import load_rows
 from agile_trainers.envs.registry import list_environments, make_environment_factory, register_environment
-from agile_trainers.envs.scripted_policies import Episode, Player, compare, demonstrate, known_players, play
+from agile_trainers.envs.scripted_policies import Episode, ScriptedPolicy, compare, demonstrate, known_policies, play
 
 __all__ = [
     "Agent",
@@ -25,14 +25,14 @@ __all__ = [
     "EnvironmentProtocolError",
     "Episode",
     "Observation",
-    "Player",
     "ReasoningEnvironment",
     "ResetResult",
+    "ScriptedPolicy",
     "StepResult",
     "check_environment",
     "compare",
     "demonstrate",
-    "known_players",
+    "known_policies",
     "list_environments",
     "load_rows",
     "make_environment_factory",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 
 DIGITS = tuple("0123456")
 PROBE_WORDS = (*DIGITS, "go", "recall", "first", "second", "third", "at", "goal", "left", "right", "end")
@@ -59,8 +59,8 @@ class Probe:
         """Return the best answer in the current state, which the observation may not reveal."""
         raise NotImplementedError
 
-    def players(self) -> dict[str, Player]:
-        """Return a player of uniformly random legal answers and one of the best answers."""
+    def scripted_policies(self) -> dict[str, ScriptedPolicy]:
+        """Return a policy of uniformly random legal answers and one of the best answers."""
         return {
             "random": lambda messages, rng: rng.choice(self.vocabulary),
             "expert": lambda messages, rng: self.optimal_action(messages[-1]["content"]),

@@ -15,7 +15,7 @@ from agile_trainers.envs.base import Environment, Observation, as_messages, boun
 from agile_trainers.envs.checker import validate_reset, validate_step
 from agile_trainers.types import Message
 
-Player = Callable[[list[Message], random.Random], str]
+ScriptedPolicy = Callable[[list[Message], random.Random], str]
 """Function from a conversation that ends with an observation, and a random generator, to an answer."""
 
 
@@ -24,7 +24,7 @@ class Episode:
     """A played episode."""
 
     messages: list[Message] = field(default_factory=list)
-    """The conversation, up to the player's last answer."""
+    """The conversation, up to the policy's last answer."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Episode:
 
 def play(
     environment: Environment,
-    player: Player,
+    policy: ScriptedPolicy,
     seed: int,
     *,
     options: dict[str, Any] | None = None,
@@ -55,8 +55,8 @@ def play(
 
     Args:
         environment: The instance to play on.
-        player: Gives the answers.
-        seed: Seed of the environment and of the player's separate random generator.
+        policy: Gives the answers.
+        seed: Seed of the environment and of the policy's separate random generator.
         options: The dataset row passed to ``reset``.
         max_turns: Stop after this many turns. Default: play until the environment ends the episode.
 
@@ -67,7 +67,7 @@ def play(
     observation, _ = validate_reset(bound_reset(environment, seed, options)())
     episode = Episode(messages=as_messages(observation))
     while True:
-        answer = player(episode.messages, rng)
+        answer = policy(episode.messages, rng)
         episode.messages.append({"role": "assistant", "content": answer})
         observation, reward, terminated, truncated, episode.info = validate_step(bound_step(environment, answer)())
         episode.rewards.append(reward)
@@ -77,40 +77,52 @@ def play(
         episode.messages += as_messages(observation)
 
 
-def known_players(environment: Environment) -> dict[str, Player]:
-    """Return the players that an environment provides.
+def known_policies(environment: Environment) -> dict[str, ScriptedPolicy]:
+    """Return the scripted policies that an environment provides.
 
-    Players come from its method ``players()`` or from ``random_player`` and ``expert_player`` in its module, as in the ready
-    tasks; an agent's module is that of its function. Those of the module take precedence.
+    They come from its method ``scripted_policies()`` or from ``random_policy`` and ``expert_policy`` in its module, as in
+    the ready tasks; an agent's module is that of its function. Those of the module take precedence.
 
     Args:
-        environment: The instance to play on; some players read its state.
+        environment: The instance to play on; some policies read its state.
 
     Returns:
-        Players by name: ``random`` plays in the right format and ignores the state, ``expert`` plays as well as possible.
+        Policies by name: ``random`` plays in the right format and ignores the state, ``expert`` plays as well as possible.
         Empty if there are none.
+
+    Raises:
+        ValueError: If they have the names that they had before: ``players()``, ``random_player``, ``expert_player``.
     """
-    players = environment.players() if hasattr(environment, "players") else {}
     made: Any = environment.solve if isinstance(environment, AgentEnvironment) else type(environment)
     while isinstance(made, partial):
         made = made.func
     module = sys.modules.get(getattr(made, "__module__", ""))
-    named = {name: getattr(module, f"{name}_player", players.get(name)) for name in ("random", "expert")}
-    return {name: player for name, player in {**players, **named}.items() if player is not None}
+    before = {"random_player": "random_policy", "expert_player": "expert_policy"}
+    old = next((name for name in before if hasattr(module, name)), None)
+    if old is not None:
+        raise ValueError(f"{old} of the module {made.__module__} is called {before[old]}. Rename the function.")
+    if callable(getattr(environment, "players", None)):
+        raise ValueError(f"The method players() of {environment} is called scripted_policies(). Rename it.")
+    own = getattr(environment, "scripted_policies", None)
+    policies = own() if own is not None else {}
+    named = {name: getattr(module, f"{name}_policy", policies.get(name)) for name in ("random", "expert")}
+    return {name: policy for name, policy in {**policies, **named}.items() if policy is not None}
 
 
-def demonstrate(environment: Environment, player: Player, seeds: Iterable[int]) -> list[dict[str, list[Message]]]:
+def demonstrate(
+    environment: Environment, policy: ScriptedPolicy, seeds: Iterable[int]
+) -> list[dict[str, list[Message]]]:
     """Play one conversation per seed, as rows ``{"messages": [...]}`` for TRL's ``SFTTrainer``."""
-    return [{"messages": play(environment, player, seed).messages} for seed in seeds]
+    return [{"messages": play(environment, policy, seed).messages} for seed in seeds]
 
 
 def compare(
-    environment: Environment, better: Player, worse: Player, seeds: Iterable[int]
+    environment: Environment, better: ScriptedPolicy, worse: ScriptedPolicy, seeds: Iterable[int]
 ) -> list[dict[str, list[Message]]]:
-    """Make preference pairs of two players' answers for TRL's ``DPOTrainer``.
+    """Make preference pairs of two policies' answers for TRL's ``DPOTrainer``.
 
-    Both players play the same episode. The pair is their answers at the first turn where they differ, after the same
-    conversation. A seed gives no pair if they never differ, or if the better player gets no higher return.
+    Both policies play the same episode. The pair is their answers at the first turn where they differ, after the same
+    conversation. A seed gives no pair if they never differ, or if the better policy gets no higher return.
 
     Returns:
         Rows ``{"prompt": [...], "chosen": [answer], "rejected": [answer]}`` of messages.
@@ -127,15 +139,15 @@ def compare(
 
 
 def compare_until(
-    count: int, environment: Environment, better: Player, worse: Player, first_seed: int
+    count: int, environment: Environment, better: ScriptedPolicy, worse: ScriptedPolicy, first_seed: int
 ) -> list[dict[str, list[Message]]]:
     """Make ``count`` pairs with :func:`compare` from consecutive seeds, skipping seeds that give none.
 
     Args:
         count: Number of pairs. The function does not return if no seed gives any.
         environment: The instance to play on.
-        better: The player whose answers are chosen.
-        worse: The player whose answers are rejected.
+        better: The policy whose answers are chosen.
+        worse: The policy whose answers are rejected.
         first_seed: Seed of the first episode.
     """
     pairs: list[dict[str, list[Message]]] = []

@@ -1,4 +1,4 @@
-"""Base classes of the ready tasks: levels, games with a limited number of turns, and data of scripted players."""
+"""Base classes of the ready tasks: levels, games with a limited number of turns, and data of scripted policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agile_trainers.envs.base import Environment, ResetResult, StepResult, read_options
 from agile_trainers.envs.questions.answers import read_answer
-from agile_trainers.envs.scripted_policies import Player, compare_until, demonstrate
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, compare_until, demonstrate
 from agile_trainers.types import Message
 
 TrainingRows = list[dict[str, list[Message]]]
@@ -91,40 +91,42 @@ class GameTask(ABC):
         """Play an answer (without tags) and return observation, reward and info, which holds ``success``."""
 
 
-def demonstrations_of(task: Callable[[], Environment], default: Player) -> Callable[..., TrainingRows]:
+def demonstrations_of(task: Callable[[], Environment], default: ScriptedPolicy) -> Callable[..., TrainingRows]:
     """Make the function ``demonstrations`` of a task.
 
     Args:
         task: Makes the default environment.
-        default: The default player.
+        default: The default policy.
     """
 
     def demonstrations(
-        count: int, seed: int = 0, player: Player = default, environment: Environment | None = None
+        count: int, seed: int = 0, policy: ScriptedPolicy = default, environment: Environment | None = None
     ) -> TrainingRows:
         """Make episodes as training data for TRL's ``SFTTrainer``.
 
         Args:
             count: Number of episodes.
             seed: Seed of the first episode; the last one has ``seed + count - 1``.
-            player: The player. Default: the task's choice.
+            policy: The policy. Default: the task's choice.
             environment: The environment. Default: the task made without arguments.
 
         Returns:
-            ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
+            ``count`` rows ``{"messages": [...]}``, each ending with the policy's last answer.
         """
-        return demonstrate(environment or task(), player, range(seed, seed + count))
+        return demonstrate(environment or task(), policy, range(seed, seed + count))
 
     return demonstrations
 
 
-def preferences_of(task: Callable[[], Environment], better: Player, worse: Player) -> Callable[..., TrainingRows]:
+def preferences_of(
+    task: Callable[[], Environment], better: ScriptedPolicy, worse: ScriptedPolicy
+) -> Callable[..., TrainingRows]:
     """Make the function ``preferences`` of a task, with pairs of :func:`~agile_trainers.envs.scripted_policies.compare`.
 
     Args:
         task: Makes the default environment.
-        better: The player whose answers are chosen.
-        worse: The player whose answers are rejected.
+        better: The policy whose answers are chosen.
+        worse: The policy whose answers are rejected.
     """
 
     def preferences(count: int, seed: int = 0, environment: Environment | None = None) -> TrainingRows:
@@ -132,7 +134,7 @@ def preferences_of(task: Callable[[], Environment], better: Player, worse: Playe
 
         Args:
             count: Number of pairs.
-            seed: Seed of the first episode; episodes without a higher return of the better player are skipped.
+            seed: Seed of the first episode; episodes without a higher return of the better policy are skipped.
             environment: The environment. Default: the task made without arguments.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Plays episodes with a player instead of the model, through the rollout engine."""
+"""Plays episodes with a scripted policy instead of the model, through the rollout engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, as_messages
 from agile_trainers.envs.checker import validate_context, validate_reset, validate_step
 from agile_trainers.envs.context import Context, History, Question, full
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
@@ -66,20 +66,21 @@ class RecordingEnvironment:
         self._hear(action, observation, reward)
 
 
-def play_in_seat(
+def play_scripted(
     make_engine: Callable[[EnvironmentFactory], RolloutEngine],
     factory: EnvironmentFactory,
-    choose: Callable[[Environment], Player],
+    choose: Callable[[Environment], ScriptedPolicy],
     specs: Sequence[EpisodeSpec],
     tokenizer: PreTrainedTokenizerBase,
     hear: Hear = lambda action, observation, reward: None,
 ) -> list[Trajectory]:
-    """Play episodes one after the other with a player in place of the model; its answers are tokenized and limited.
+    """Play episodes one after the other with a scripted policy in place of the model; its answers are tokenized and
+    limited.
 
     Args:
         make_engine: Makes the engine for a factory.
         factory: Makes environments.
-        choose: Returns the player for an environment instance.
+        choose: Returns the policy for an environment instance.
         specs: The episodes.
         tokenizer: Tokenizes the answers; its end-of-turn token is added.
         hear: Called with every exchange.
@@ -88,20 +89,20 @@ def play_in_seat(
         One trajectory per spec.
 
     Raises:
-        BaseException: Any exception of the player.
+        BaseException: Any exception of the policy.
     """
-    seats: list[RecordingEnvironment] = []
+    recorded: list[RecordingEnvironment] = []
 
-    def seated() -> Environment:
-        seats.append(RecordingEnvironment(factory(), hear))
-        return seats[-1]
+    def recording() -> Environment:
+        recorded.append(RecordingEnvironment(factory(), hear))
+        return recorded[-1]
 
-    engine = make_engine(seated)
+    engine = make_engine(recording)
     engine.histories = {name: _asking(history, hear) for name, history in engine.histories.items()}
 
     def said(request: GenerationRequest) -> str:
-        seat = seats[-1]  # one episode at a time: the instance made last is the one that plays
-        return choose(seat.environment)(seat.messages, random.Random(request.uniforms(1)[0]))
+        playing = recorded[-1]  # one episode at a time: the instance made last is the one that plays
+        return choose(playing.environment)(playing.messages, random.Random(request.uniforms(1)[0]))
 
     return _played(engine, said, specs, tokenizer)
 
@@ -159,7 +160,7 @@ def _tokens_of(answer: str, engine: RolloutEngine, tokenizer: PreTrainedTokenize
 
 
 def _asking(history: History, hear: Hear) -> History:
-    """Wrap a history so that the player hears its questions, which the environment does not ask."""
+    """Wrap a history so that the policy hears its questions, which the environment does not ask."""
     if history is full:
         return history
 

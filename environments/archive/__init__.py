@@ -108,12 +108,12 @@ def _look_up(function: dict[str, str], register: dict[str, str]) -> tuple[str | 
     return person, register[person]
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Say any animal."""
     return rng.choice(ANIMALS)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Look up the person who is asked about, note down the animal, and say what the note says."""
     question, *_, last = [message["content"] for message in messages if message["role"] != "assistant"] * 2
     if last == _ASK:
@@ -122,14 +122,14 @@ def expert_player(messages: list[Message], rng: random.Random) -> str:
     return note if noted else call(re.search(r"does (\w+) keep", question)[1])  # type: ignore[index]
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Look up Ada or Bob in every second game and the right person in the others, note down any animal, say what is noted.
 
     Wins one game in eight.
     """
-    answer = expert_player(messages, rng)
+    answer = expert_policy(messages, rng)
     if messages[-1]["content"] == _ASK:
-        return random_player(messages, rng)
+        return random_policy(messages, rng)
     return call(rng.choice(PEOPLE[:2])) if answer.startswith("<tool_call>") and rng.random() < 0.5 else answer
 
 

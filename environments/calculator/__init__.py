@@ -56,23 +56,23 @@ def _rows(level: str) -> GeneratedRows:
     return GeneratedRows(generate, test_fraction=_TEST_FRACTION)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Call the calculator and answer with its result."""
     result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", messages[-1]["content"])
     return result[1] if result else call(_expression(messages))
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer at once with a random number of the level's range."""
     expression = _expression(messages)
     level = "hard" if "(" in expression else "normal" if "*" in expression else "easy"
     return str(rng.randint(*_RANGES[level]))
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Call the calculator in 40% of the games, and answer with its result in 90% of those; guess otherwise."""
     asked = "<tool_response>" not in messages[-1]["content"]
-    return (expert_player if rng.random() < (0.4 if asked else 0.9) else random_player)(messages, rng)
+    return (expert_policy if rng.random() < (0.4 if asked else 0.9) else random_policy)(messages, rng)
 
 
 def call(expression: str) -> str:
@@ -80,9 +80,9 @@ def call(expression: str) -> str:
     return f'<tool_call> {{"name": "calculate", "arguments": {{"expression": " {expression} "}}}} </tool_call>'
 
 
-demonstrations = demonstrations_of(Calculator, careless_player)
+demonstrations = demonstrations_of(Calculator, careless_policy)
 """Careless play teaches the format of calls and answers; reinforcement learning can then learn to use the calculator."""
-preferences = preferences_of(Calculator, expert_player, careless_player)
+preferences = preferences_of(Calculator, expert_policy, careless_policy)
 """Pairs of a call, or an answer with the calculator's result, and a guess."""
 
 

@@ -125,17 +125,17 @@ def solve(numbers: list[int], target: int) -> str | None:
     return None if expression is None else _without_outer_brackets(expression)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a solution, found by exhaustive search."""
     return solve(*_numbers(messages[-1]["content"])) or "0"
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a random expression of the right numbers."""
     return _random_expression(_numbers(messages[-1]["content"])[0], rng)[0]
 
 
-demonstrations = demonstrations_of(Countdown, expert_player)
+demonstrations = demonstrations_of(Countdown, expert_policy)
 
 
 def preferences(count: int, seed: int = 0, environment: Countdown | None = None) -> list[dict[str, list[Message]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.context import Context, Question
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.envs.task import INVALID, WON, GameTask, TrainingRows, draw
 from agile_trainers.types import Message
 
@@ -83,36 +83,38 @@ class Courier(GameTask):
         return Question([*before, {**last, "content": f"{last['content']}\n\n{_ASK}"}])
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Say any word."""
     return rng.choice(WORDS)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Say, and note down, the word that it sees."""
     seen = [word for message in messages if message["role"] == "user" for word in message["content"].split()]
-    return next((word for word in seen if word in WORDS), random_player(messages, rng))
+    return next((word for word in seen if word in WORDS), random_policy(messages, rng))
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Trust its notes, but not bother with the first one: it is any word. Wins one game in eight."""
     told = messages[0]["content"].startswith(_TASK)
-    return (random_player if told else expert_player)(messages, rng)
+    return (random_policy if told else expert_policy)(messages, rng)
 
 
-def demonstrations(count: int, seed: int = 0, player: Player = careless_player, level: str = "easy") -> TrainingRows:
+def demonstrations(
+    count: int, seed: int = 0, policy: ScriptedPolicy = careless_policy, level: str = "easy"
+) -> TrainingRows:
     """Make conversations as training data for TRL's ``SFTTrainer``, each as the model sees it.
 
     Args:
         count: Number of games.
         seed: Seed of the first game; the last one has ``seed + count - 1``.
-        player: The player. The default reads notes, but writes a useless first one.
+        policy: The policy. The default reads notes, but writes a useless first one.
         level: The game's.
 
     Returns:
         Rows ``{"messages": [...]}``: of each game what is seen before a note, with the note, and after the last.
     """
-    return [{"messages": path} for one in range(seed, seed + count) for path in _paths(player, one, level)]
+    return [{"messages": path} for one in range(seed, seed + count) for path in _paths(policy, one, level)]
 
 
 def preferences(count: int, seed: int = 0) -> TrainingRows:
@@ -127,25 +129,25 @@ def preferences(count: int, seed: int = 0) -> TrainingRows:
     """
     rows = []
     for one in range(seed, seed + count):
-        *prompt, chosen = _paths(expert_player, one, "easy")[0]
+        *prompt, chosen = _paths(expert_policy, one, "easy")[0]
         other = random.Random(one).choice([word for word in WORDS if word != chosen["content"]])
         rows.append({"prompt": prompt, "chosen": [chosen], "rejected": [{**chosen, "content": other}]})
     return rows
 
 
-def _paths(player: Player, seed: int, level: str) -> list[list[Message]]:
-    """Play a game in which every observation exceeds the memory, and return what the player sees and says."""
+def _paths(policy: ScriptedPolicy, seed: int, level: str) -> list[list[Message]]:
+    """Play a game in which every observation exceeds the memory, and return what the policy sees and says."""
     environment, rng = Courier(level), random.Random(f"player {seed}")
     observation, over = environment.reset(seed)[0], False
     seen: list[Message] = [{"role": "user", "content": observation}]
     paths: list[list[Message]] = []
     while True:
-        seen = [*seen, {"role": "assistant", "content": player(seen, rng)}]
+        seen = [*seen, {"role": "assistant", "content": policy(seen, rng)}]
         observation, _, over, _, _ = environment.step(seen[-1]["content"])
         if over:
             return [*paths, seen]
         asked = environment.context(
             Context([*seen, {"role": "user", "content": observation}], tokens=environment.memory + 1)
         )
-        paths.append([*asked, {"role": "assistant", "content": player(asked, rng)}])
+        paths.append([*asked, {"role": "assistant", "content": policy(asked, rng)}])
         seen = environment.context(Context(paths[-1]))

@@ -139,31 +139,31 @@ def neighbour(cell: Cell, direction: str) -> Cell:
     return cell[0] + down, cell[1] + right
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a random direction."""
     return rng.choice(list(DIRECTIONS))
 
 
-def random_legal_player(messages: list[Message], rng: random.Random) -> str:
+def random_legal_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a random direction without a wall."""
     grid = _shown(messages)
     agent, free = find(grid, AGENT), free_cells(grid)
     return rng.choice([direction for direction in DIRECTIONS if neighbour(agent, direction) in free])
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with the expert's move in 60% of the turns, and a random legal one otherwise."""
-    return (expert_player if rng.random() < 0.6 else random_legal_player)(messages, rng)
+    return (expert_policy if rng.random() < 0.6 else random_legal_policy)(messages, rng)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with the next move of a shortest way."""
     return shortest_way(_shown(messages))[0]
 
 
-demonstrations = demonstrations_of(GridNavigation, careless_player)
+demonstrations = demonstrations_of(GridNavigation, careless_policy)
 """Careless play teaches the words and the goal; reinforcement learning can then remove the detours."""
-preferences = preferences_of(GridNavigation, expert_player, random_legal_player)
+preferences = preferences_of(GridNavigation, expert_policy, random_legal_policy)
 
 
 def _shown(messages: list[Message]) -> list[str]:

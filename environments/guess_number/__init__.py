@@ -69,29 +69,29 @@ class GuessNumber(GameTask):
         return "higher" if self.secret > guess else "lower", 0.0, {"success": False}
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random number of the whole range."""
     return str(rng.randint(*_range(messages[:1])))
 
 
-def random_legal_player(messages: list[Message], rng: random.Random) -> str:
+def random_legal_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random number that the hints allow."""
     return str(rng.randint(*_range(messages)))
 
 
-def halving_player(messages: list[Message], rng: random.Random) -> str:
+def halving_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess the middle of the range that the hints allow, which is optimal."""
     return str(sum(_range(messages)) // 2)
 
 
-expert_player = halving_player
-"""The best player, under the name that all tasks share."""
+expert_policy = halving_policy
+"""The best policy, under the name that all tasks share."""
 
 
-demonstrations = demonstrations_of(GuessNumber, random_legal_player)
+demonstrations = demonstrations_of(GuessNumber, random_legal_policy)
 """Random legal play teaches the format and the meaning of the hints; reinforcement learning can still improve on it.
-:func:`random_player` teaches too little to start from, and :func:`halving_player` leaves nothing to improve."""
-preferences = preferences_of(GuessNumber, halving_player, random_player)
+:func:`random_policy` teaches too little to start from, and :func:`halving_policy` leaves nothing to improve."""
+preferences = preferences_of(GuessNumber, halving_policy, random_policy)
 
 
 def _number(action: str) -> int:

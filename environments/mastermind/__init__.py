@@ -110,30 +110,30 @@ def best_guess(length: int, highest: int, clues: Clues) -> str:
     return min(left, key=lambda guess: max(Counter(score(guess, code) for code in left).values()))
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random code."""
     length, highest, _ = _read(messages)
     return " ".join(rng.choice(codes(length, highest)))
 
 
-def random_legal_player(messages: list[Message], rng: random.Random) -> str:
+def random_legal_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random code that the clues allow."""
     return " ".join(rng.choice(possible(*_read(messages))))
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random code that the clues allow in half of the turns, and any code otherwise."""
-    return (random_legal_player if rng.random() < 0.5 else random_player)(messages, rng)
+    return (random_legal_policy if rng.random() < 0.5 else random_policy)(messages, rng)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess the allowed code that leaves the fewest possible codes in the worst case."""
     return " ".join(best_guess(*_read(messages)))
 
 
-demonstrations = demonstrations_of(Mastermind, careless_player)
+demonstrations = demonstrations_of(Mastermind, careless_policy)
 """Careless play teaches the format and the meaning of the clues; reinforcement learning can then use them always."""
-preferences = preferences_of(Mastermind, expert_player, random_player)
+preferences = preferences_of(Mastermind, expert_policy, random_policy)
 
 
 def _read(messages: list[Message]) -> tuple[int, int, Clues]:

@@ -156,18 +156,18 @@ class Math(ReasoningEnvironment):
         return str(int(row["answer"]) + rng.choice((-2, -1, 1, 2)))
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with the right number (arithmetic only)."""
     return str(_value(_expression(messages)))
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a random number up to the largest sum of the terms, of either sign (arithmetic only)."""
     bound = sum(map(int, re.findall(r"\d+", _expression(messages))))
     return str(rng.randint(-bound, bound))
 
 
-demonstrations = demonstrations_of(Math, expert_player)
+demonstrations = demonstrations_of(Math, expert_policy)
 
 
 def preferences(count: int, seed: int = 0, environment: Math | None = None) -> list[dict[str, list[Message]]]:

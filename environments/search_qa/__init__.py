@@ -105,7 +105,7 @@ def _rows(level: str) -> TableRows:
     return TableRows({"train": rows}, test_fraction=_TEST_FRACTION)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Search for the person, then for each result, and answer with the last one."""
     hops, name = _question(messages)
     found = "\n".join(m["content"] for m in messages if m["content"].startswith("<information>"))
@@ -117,21 +117,21 @@ def expert_player(messages: list[Message], rng: random.Random) -> str:
     return f"<answer>{name}</answer>"
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Answer with a random town, country or language, without a search."""
     hops, _ = _question(messages)
     world = _world()
     return f"<answer>{rng.choice((world.towns, world.countries, world.languages)[hops - 1])}</answer>"
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Play as the expert in 70% of the turns; guess otherwise."""
-    return (expert_player if rng.random() < 0.7 else random_player)(messages, rng)
+    return (expert_policy if rng.random() < 0.7 else random_policy)(messages, rng)
 
 
-demonstrations = demonstrations_of(SearchQA, careless_player)
+demonstrations = demonstrations_of(SearchQA, careless_policy)
 """Careless play teaches the format; reinforcement learning can still improve on it."""
-preferences = preferences_of(SearchQA, expert_player, careless_player)
+preferences = preferences_of(SearchQA, expert_policy, careless_policy)
 """Pairs of a search, or its result, and a wrong guess."""
 
 

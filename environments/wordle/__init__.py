@@ -117,29 +117,29 @@ def best_guess(count: int, clues: Clues) -> str:
     return min(left, key=lambda guess: sum(n * n for n in Counter(score(guess, word) for word in left).values()))
 
 
-def random_player(messages: list[Message], rng: random.Random) -> str:
+def random_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random word of the level."""
     return rng.choice(words(_read(messages)[0]))
 
 
-def random_legal_player(messages: list[Message], rng: random.Random) -> str:
+def random_legal_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random word that the clues allow."""
     return rng.choice(possible(*_read(messages)))
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
+def careless_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess a random word that the clues allow in half of the turns, and any word of the level otherwise."""
-    return (random_legal_player if rng.random() < 0.5 else random_player)(messages, rng)
+    return (random_legal_policy if rng.random() < 0.5 else random_policy)(messages, rng)
 
 
-def expert_player(messages: list[Message], rng: random.Random) -> str:
+def expert_policy(messages: list[Message], rng: random.Random) -> str:
     """Guess the allowed word that leaves the fewest possible words on average."""
     return best_guess(*_read(messages))
 
 
-demonstrations = demonstrations_of(Wordle, careless_player)
+demonstrations = demonstrations_of(Wordle, careless_policy)
 """Careless play teaches the words and the meaning of the marks; reinforcement learning can then use them always."""
-preferences = preferences_of(Wordle, expert_player, random_player)
+preferences = preferences_of(Wordle, expert_policy, random_policy)
 
 
 def _read(messages: list[Message]) -> tuple[int, Clues]:

@@ -17,10 +17,10 @@ from agile_environments.archive import (
     PEOPLE,
     agent,
     call,
-    careless_player,
+    careless_policy,
     draw_register,
-    expert_player,
-    random_player,
+    expert_policy,
+    random_policy,
 )
 from agile_trainers.envs.agent import Agent, Task
 from agile_trainers.envs.registry import make_environment_factory
@@ -103,26 +103,26 @@ def test_without_a_note_of_the_right_look_up_every_way_of_answering_is_chance() 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_success_of_the_players(level: str) -> None:
+def test_success_of_the_policies(level: str) -> None:
     played = make_environment_factory("agile:archive", level=level)
-    assert all(episode.success for episode in play_agent(played, expert_player, range(16)))
-    for player in (random_player, careless_player):
-        rate = sum(episode.success for episode in play_agent(played, player, range(160))) / 160
+    assert all(episode.success for episode in play_agent(played, expert_policy, range(16)))
+    for policy in (random_policy, careless_policy):
+        rate = sum(episode.success for episode in play_agent(played, policy, range(160))) / 160
         assert abs(rate - 1 / 8) < 3 * (7 / 64 / 160) ** 0.5
 
 
-def test_the_careless_player_looks_the_right_person_up_in_every_second_game() -> None:
+def test_the_careless_policy_looks_the_right_person_up_in_every_second_game() -> None:
     asked: list[Message] = [{"role": "user", "content": QUESTION}]
-    rate = Counter(careless_player(asked, random.Random(seed)) for seed in range(1600))
+    rate = Counter(careless_policy(asked, random.Random(seed)) for seed in range(1600))
     assert set(rate) == {call("Ada"), call("Bob")}
     assert abs(rate[call("Bob")] / 1600 - 3 / 4) < 3 * (3 / 16 / 1600) ** 0.5
     noted: list[Message] = [{"role": "user", "content": f"{QUESTION}\n\nYour note :\nowl"}]
-    assert {careless_player(noted, random.Random(seed)) for seed in range(50)} == {"owl"}
+    assert {careless_policy(noted, random.Random(seed)) for seed in range(50)} == {"owl"}
 
 
 def test_demonstrations_are_the_conversations_of_careless_games() -> None:
-    rows = demonstrate_agent(agent, careless_player, range(40))
-    assert rows == demonstrate_agent(agent, careless_player, range(40)) and len(rows) == 80
+    rows = demonstrate_agent(agent, careless_policy, range(40))
+    assert rows == demonstrate_agent(agent, careless_policy, range(40)) and len(rows) == 80
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         roles = [message["role"] for message in first["messages"]]
         assert roles == ["user", "assistant", "tool", "user", "assistant"]

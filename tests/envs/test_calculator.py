@@ -1,4 +1,4 @@
-"""The calculator task: rules, splits, and what the scripted players reach."""
+"""The calculator task: rules, splits, and what the scripted policies reach."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agile_environments.calculator import (
     LEVELS,
     Calculator,
     call,
-    careless_player,
+    careless_policy,
     demonstrations,
-    expert_player,
+    expert_policy,
     preferences,
-    random_player,
+    random_policy,
 )
 from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.envs import check_environment, make_environment_factory, play
@@ -44,12 +44,12 @@ BOUNDS = {"easy": (-19, 40), "normal": (-9800, 9900), "hard": (-998 * 1998, 1998
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_success_rates_are_the_exact_probabilities(level: str) -> None:
-    """A guess hits one value of the level's range; the careless player calls (.4) and believes (.9) or guesses."""
+    """A guess hits one value of the level's range; the careless policy calls (.4) and believes (.9) or guesses."""
     guess = 1 / (BOUNDS[level][1] - BOUNDS[level][0] + 1)
     task, episodes = Calculator(level), 600
-    for player, exact in ((random_player, guess), (careless_player, 0.36 + 0.64 * guess), (expert_player, 1.0)):
-        rate = sum(play(task, player, seed).success for seed in range(episodes)) / episodes
-        assert abs(rate - exact) <= 3 * math.sqrt(exact * (1 - exact) / episodes) + 1e-9, player.__name__
+    for policy, exact in ((random_policy, guess), (careless_policy, 0.36 + 0.64 * guess), (expert_policy, 1.0)):
+        rate = sum(play(task, policy, seed).success for seed in range(episodes)) / episodes
+        assert abs(rate - exact) <= 3 * math.sqrt(exact * (1 - exact) / episodes) + 1e-9, policy.__name__
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -58,7 +58,7 @@ def test_values_and_guesses_fill_the_range(level: str) -> None:
     assert task.rows is not None
     rows = [task.rows.row("train", index) for index in range(300)]
     assert low <= min(int(row["answer"]) for row in rows) < max(int(row["answer"]) for row in rows) <= high
-    guesses = [int(random_player([{"role": "user", "content": f"Compute {row['question']}"}], rng)) for row in rows]
+    guesses = [int(random_policy([{"role": "user", "content": f"Compute {row['question']}"}], rng)) for row in rows]
     assert low <= min(guesses) < low + 0.1 * (high - low) and high - 0.1 * (high - low) < max(guesses) <= high
     assert len({row["question"] for row in rows}) > 200
 
@@ -99,4 +99,4 @@ def test_the_checker_finds_nothing() -> None:
     with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         Calculator("heavy")
     with pytest.raises(ValueError, match=r"Expected a question that says 'Compute \.\.\.'"):
-        expert_player([{"role": "user", "content": "hello"}], random.Random(0))
+        expert_policy([{"role": "user", "content": "hello"}], random.Random(0))

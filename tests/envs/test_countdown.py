@@ -1,4 +1,4 @@
-"""Countdown: puzzles, what counts as a solution, and what the scripted players reach."""
+"""Countdown: puzzles, what counts as a solution, and what the scripted policies reach."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agile_environments.countdown import (
     Countdown,
     demonstrations,
     evaluate,
-    expert_player,
+    expert_policy,
     preferences,
-    random_player,
+    random_policy,
     reward,
     solve,
 )
@@ -78,13 +78,13 @@ def test_puzzles_follow_their_level_and_have_the_solution_they_name(level: str) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_success_of_the_scripted_players(level: str) -> None:
+def test_success_of_the_scripted_policies(level: str) -> None:
     environment = Countdown(level)
-    assert all(play(environment, expert_player, seed).success for seed in range(40))
-    rate = sum(play(environment, random_player, seed).success for seed in range(1500)) / 1500
+    assert all(play(environment, expert_policy, seed).success for seed in range(40))
+    rate = sum(play(environment, random_policy, seed).success for seed in range(1500)) / 1500
     expected = RANDOM_SUCCESS[level]
     assert abs(rate - expected) < 4 * (expected / 1500) ** 0.5
-    assert all(play(environment, random_player, seed).rewards[0] >= 0.0 for seed in range(20))
+    assert all(play(environment, random_policy, seed).rewards[0] >= 0.0 for seed in range(20))
 
 
 def test_train_and_test_share_no_puzzle() -> None:
@@ -114,4 +114,4 @@ def test_the_checker_finds_nothing_and_wrong_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             Countdown(**kwargs)
     with pytest.raises(ValueError, match="Expected a puzzle"):
-        random_player([{"role": "user", "content": "hello"}], random.Random(0))
+        random_policy([{"role": "user", "content": "hello"}], random.Random(0))

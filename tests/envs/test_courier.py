@@ -16,11 +16,11 @@ from agile_environments.courier import (
     LEVELS,
     WORDS,
     Courier,
-    careless_player,
+    careless_policy,
     demonstrations,
-    expert_player,
+    expert_policy,
     preferences,
-    random_player,
+    random_policy,
 )
 from agile_trainers.embedded import make_tokenizer, make_word_tokenizer, words_of
 from agile_trainers.envs import check_environment, play
@@ -154,10 +154,10 @@ def test_without_a_note_that_depends_on_the_word_every_way_of_answering_is_chanc
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_success_of_the_players(level: str) -> None:
+def test_success_of_the_policies(level: str) -> None:
     game, seeds = Courier(level), range(2000)
-    assert all(play(game, expert_player, seed).success for seed in range(8))
-    rate = sum(play(game, random_player, seed).success for seed in seeds) / len(seeds)
+    assert all(play(game, expert_policy, seed).success for seed in range(8))
+    rate = sum(play(game, random_policy, seed).success for seed in seeds) / len(seeds)
     assert abs(rate - 1 / 8) < 3 * (7 / 64 / len(seeds)) ** 0.5
 
 
@@ -178,7 +178,7 @@ def test_demonstrations_are_what_the_model_sees_of_careless_games() -> None:
     paths = [[message["content"] for message in turn.messages or []] for turn in game.turns[1:]]
     shown = demonstrations(
         1,
-        player=lambda messages, rng: (
+        policy=lambda messages, rng: (
             "yes" if len(messages) == 1 and messages[0]["content"].startswith("You carry") else "cat"
         ),
     )
@@ -193,11 +193,11 @@ def test_preferences_are_the_word_against_another() -> None:
         assert pair["prompt"][-1]["content"].endswith("Write a note")
 
 
-def test_the_careless_player_trusts_its_notes_and_wastes_the_first() -> None:
+def test_the_careless_policy_trusts_its_notes_and_wastes_the_first() -> None:
     note = [{"role": "user", "content": "Your note :\nowl\n\nThe king asks you for it"}]
-    assert {careless_player(note, random.Random(seed)) for seed in range(50)} == {"owl"}
+    assert {careless_policy(note, random.Random(seed)) for seed in range(50)} == {"owl"}
     first = [{"role": "user", "content": "You carry a word to the king : owl"}]
-    assert {careless_player(first, random.Random(seed)) for seed in range(200)} == {*WORDS}
+    assert {careless_policy(first, random.Random(seed)) for seed in range(200)} == {*WORDS}
 
 
 def test_the_tutorial_shows_how_it_forgets() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agile_environments.guess_number import halving_player
+from agile_environments.guess_number import halving_policy
 
 pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
 
@@ -28,7 +28,7 @@ SLOW_TO_GENERATE = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random")
 
 
 def random_play(environment: GemEnvironment, seed: int) -> Episode:
-    return play(environment, environment.players()["random"], seed)
+    return play(environment, environment.scripted_policies()["random"], seed)
 
 
 def play_all(game: str, episodes: int) -> None:
@@ -117,7 +117,7 @@ def test_success_of_a_game_that_pays_bit_by_bit() -> None:
 
 def test_halving_solves_guess_the_number_and_makes_demonstrations() -> None:
     def boxed(messages: list[Message], rng: random.Random) -> str:
-        return f"\\boxed{{{halving_player(messages, rng)}}}"
+        return f"\\boxed{{{halving_policy(messages, rng)}}}"
 
     environment = GemEnvironment("game:GuessTheNumber-v0-easy")
     assert all(play(environment, boxed, seed).success for seed in range(40))
@@ -146,15 +146,15 @@ def test_instances_do_not_disturb_each_other_or_the_process() -> None:
     alone = [random_play(GemEnvironment("game:Game2048-v0-easy"), seed) for seed in (1, 2)]
     first, second = GemEnvironment("game:Game2048-v0-easy"), GemEnvironment("game:Game2048-v0-easy")
     state, numpy_state = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
-    # one player, two games, a step of each in turn
-    players = [random.Random("player 1"), random.Random("player 2")]
+    # one policy, two games, a step of each in turn
+    policies = [random.Random("player 1"), random.Random("player 2")]
     observations = [[first.reset(seed=1)[0]], [second.reset(seed=2)[0]]]
     over = [False, False]
     while not all(over):
         for index, environment in enumerate((first, second)):
             if not over[index]:
                 observation, _, over[index], _, _ = environment.step(
-                    environment.players()["random"]([], players[index])
+                    environment.scripted_policies()["random"]([], policies[index])
                 )
                 observations[index].append(observation)
     for index, episode in enumerate(alone):
@@ -213,8 +213,8 @@ def test_a_game_without_its_words_says_how_to_get_them() -> None:
             GemEnvironment("game:WordSearch-v0-easy")
 
 
-def test_there_is_no_random_player_for_other_environments() -> None:
-    assert GemEnvironment("rg:basic_arithmetic").players() == {}
+def test_there_is_no_random_policy_for_other_environments() -> None:
+    assert GemEnvironment("rg:basic_arithmetic").scripted_policies() == {}
 
 
 def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:

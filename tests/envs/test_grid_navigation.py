@@ -1,4 +1,4 @@
-"""Grid navigation: maps, moves, and what the scripted players reach."""
+"""Grid navigation: maps, moves, and what the scripted policies reach."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from agile_environments.grid_navigation import (
     GridNavigation,
     demonstrations,
     draw_map,
-    expert_player,
+    expert_policy,
     find,
     free_cells,
     neighbour,
     preferences,
-    random_legal_player,
-    random_player,
+    random_legal_policy,
+    random_policy,
     shortest_way,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
@@ -104,13 +104,13 @@ def test_the_shortest_way_is_shortest() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("player", [random_player, random_legal_player])
-def test_random_players_reach_what_the_readme_says(level: str, player: Callable[..., str]) -> None:
+@pytest.mark.parametrize("policy", [random_policy, random_legal_policy])
+def test_random_policies_reach_what_the_readme_says(level: str, policy: Callable[..., str]) -> None:
     """The exact probability of each map is compared with playing it, and the mean over maps with the README's."""
     environment, walks = GridNavigation(level), 300
-    legal = player is random_legal_player
+    legal = policy is random_legal_policy
     exact = [success_probability(draw_map(level, seed), LEVELS[level][2], legal) for seed in range(walks)]
-    rate = sum(play(environment, player, seed).success for seed in range(walks)) / walks
+    rate = sum(play(environment, policy, seed).success for seed in range(walks)) / walks
     assert abs(rate - sum(exact) / walks) <= 3 * math.sqrt(sum(p * (1 - p) for p in exact)) / walks
     stated = RANDOM_SUCCESS[level][legal]
     assert abs(sum(exact) / walks - stated) <= 4 * math.sqrt(sum((p - stated) ** 2 for p in exact)) / walks
@@ -119,7 +119,7 @@ def test_random_players_reach_what_the_readme_says(level: str, player: Callable[
 def test_the_expert_arrives_by_a_shortest_way() -> None:
     for level in LEVELS:
         for seed in range(40):
-            episode = play(GridNavigation(level), expert_player, seed)
+            episode = play(GridNavigation(level), expert_policy, seed)
             assert episode.success and len(episode.rewards) == len(shortest_way(draw_map(level, seed)))
 
 
@@ -136,7 +136,7 @@ def test_bad_options_and_arguments() -> None:
     with pytest.raises(ValueError, match=r"max_turns.*0"):
         GridNavigation(max_turns=0)
     with pytest.raises(ValueError, match="Expected a message with a map"):
-        expert_player([{"role": "user", "content": "hello"}], random.Random(0))
+        expert_policy([{"role": "user", "content": "hello"}], random.Random(0))
 
 
 def test_the_checker_finds_nothing() -> None:
@@ -155,4 +155,4 @@ def test_demonstrations_and_preferences() -> None:
     for pair in preferences(6):
         assert pair["prompt"][-1]["role"] == "user"
         (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
-        assert chosen["content"] == expert_player(pair["prompt"], random.Random(0)) != rejected["content"]
+        assert chosen["content"] == expert_policy(pair["prompt"], random.Random(0)) != rejected["content"]

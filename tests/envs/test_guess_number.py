@@ -1,4 +1,4 @@
-"""Guess a number: rules, secrets, and what the scripted players reach."""
+"""Guess a number: rules, secrets, and what the scripted policies reach."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agile_environments.guess_number import (
     LEVELS,
     GuessNumber,
     demonstrations,
-    halving_player,
+    halving_policy,
     preferences,
-    random_legal_player,
-    random_player,
+    random_legal_policy,
+    random_policy,
 )
 from agile_trainers.envs import check_environment, play
 
@@ -95,14 +95,14 @@ def test_success_rates_are_the_exact_probabilities(level: str) -> None:
     high, guesses = LEVELS[level]
     environment, games = GuessNumber(level), 3000
     exact = {
-        random_player: float(1 - Fraction(high - 1, high) ** guesses),
-        random_legal_player: float(found(high, guesses) / high),
-        halving_player: 1.0,
+        random_policy: float(1 - Fraction(high - 1, high) ** guesses),
+        random_legal_policy: float(found(high, guesses) / high),
+        halving_policy: 1.0,
     }
-    for player, probability in exact.items():
-        rate = sum(play(environment, player, seed).success for seed in range(games)) / games
+    for policy, probability in exact.items():
+        rate = sum(play(environment, policy, seed).success for seed in range(games)) / games
         # seeds go through the secrets in turn, which only lowers the variance
-        assert abs(rate - probability) <= 3 * math.sqrt(probability * (1 - probability) / games), player.__name__
+        assert abs(rate - probability) <= 3 * math.sqrt(probability * (1 - probability) / games), policy.__name__
 
 
 def test_the_readme_gives_the_exact_probabilities_of_the_normal_level() -> None:
@@ -113,9 +113,9 @@ def test_the_readme_gives_the_exact_probabilities_of_the_normal_level() -> None:
 def test_halving_wins_every_game_and_legal_play_obeys_every_hint() -> None:
     for level, (high, _) in LEVELS.items():
         environment = GuessNumber(level)
-        assert all(play(environment, halving_player, seed).success for seed in range(high))
+        assert all(play(environment, halving_policy, seed).success for seed in range(high))
         for seed in range(5 * high):
-            episode = play(environment, random_legal_player, seed)
+            episode = play(environment, random_legal_policy, seed)
             low, top = 1, high
             for answer, hint in zip(episode.messages[1::2], episode.messages[2::2]):
                 guess = int(answer["content"])
@@ -123,7 +123,7 @@ def test_halving_wins_every_game_and_legal_play_obeys_every_hint() -> None:
                 low, top = (guess + 1, top) if hint["content"] == "higher" else (low, guess - 1)
 
 
-def test_players_ignore_invalid_moves_and_refuse_other_prompts() -> None:
+def test_policies_ignore_invalid_moves_and_refuse_other_prompts() -> None:
     talk = [
         {"role": "user", "content": GuessNumber().reset(seed=0)[0]},
         {"role": "assistant", "content": "13"},
@@ -131,9 +131,9 @@ def test_players_ignore_invalid_moves_and_refuse_other_prompts() -> None:
         {"role": "assistant", "content": "8"},
         {"role": "user", "content": "lower"},
     ]
-    assert halving_player(talk, random.Random(0)) == "4"  # the middle of 1 to 7
+    assert halving_policy(talk, random.Random(0)) == "4"  # the middle of 1 to 7
     with pytest.raises(ValueError, match="between"):
-        halving_player([{"role": "user", "content": "hello"}], random.Random(0))
+        halving_policy([{"role": "user", "content": "hello"}], random.Random(0))
 
 
 def test_demonstrations_are_conversations_that_end_with_a_guess() -> None:
@@ -146,8 +146,8 @@ def test_demonstrations_are_conversations_that_end_with_a_guess() -> None:
         environment = game((5 + index) % 12 + 1)
         for answer in messages[1::2]:
             wins += environment.step(answer["content"])[1] == 1.0
-    assert wins == sum(play(GuessNumber(), random_legal_player, seed).success for seed in range(5, 29))
-    easy = demonstrations(6, player=halving_player, environment=GuessNumber("easy"))
+    assert wins == sum(play(GuessNumber(), random_legal_policy, seed).success for seed in range(5, 29))
+    easy = demonstrations(6, policy=halving_policy, environment=GuessNumber("easy"))
     assert all("between 1 and 6" in row["messages"][0]["content"] for row in easy)
 
 
@@ -156,7 +156,7 @@ def test_preferences_are_the_best_guess_against_another() -> None:
     assert pairs == preferences(8, seed=1) and len(pairs) == 8
     for pair in pairs:
         (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
-        assert chosen["content"] == halving_player(pair["prompt"], random.Random(0)) != rejected["content"]
+        assert chosen["content"] == halving_policy(pair["prompt"], random.Random(0)) != rejected["content"]
 
 
 def test_separators_around_a_number_are_no_error() -> None:

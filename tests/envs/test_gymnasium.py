@@ -59,7 +59,7 @@ def shortest_path(rows: list[str]) -> list[str]:
     raise AssertionError("no path")
 
 
-def player(answers: list[str]) -> Any:
+def policy(answers: list[str]) -> Any:
     remaining = iter(answers)
 
     def answer(messages: list[Message], rng: random.Random) -> str:
@@ -92,18 +92,18 @@ def test_the_shortest_path_crosses_the_lake(name: str) -> None:
     assert text[0].startswith("Walk over") and text[1] == "Answer with one of: left, down, right, up."
     rows = board.replace("[S]", "S").split("\n")
     path = shortest_path(rows)
-    episode = play(environment, player(path), 0)
+    episode = play(environment, policy(path), 0)
     assert episode.success and episode.rewards == [0.0] * (len(path) - 1) + [1.0]
     assert str(episode.final_observation).endswith("[G]")
 
 
 def test_falling_into_a_hole_is_no_success() -> None:
-    episode = play(GymnasiumEnvironment("FrozenLake-v1", is_slippery=False), player(["down", "right"]), 0)
+    episode = play(GymnasiumEnvironment("FrozenLake-v1", is_slippery=False), policy(["down", "right"]), 0)
     assert episode.rewards == [0.0, 0.0] and episode.info["success"] is False
 
 
 def test_walking_around_the_cliff_succeeds_with_reward_minus_one_a_step() -> None:
-    episode = play(GymnasiumEnvironment("CliffWalking-v1"), player(["up", *["right"] * 11, "down"]), 0)
+    episode = play(GymnasiumEnvironment("CliffWalking-v1"), policy(["up", *["right"] * 11, "down"]), 0)
     assert episode.success and episode.rewards == [-1.0] * 13
 
 

@@ -1,4 +1,4 @@
-"""The players that come with an environment."""
+"""The policies that come with an environment."""
 
 from __future__ import annotations
 
@@ -7,53 +7,67 @@ from statistics import fmean
 import pytest
 
 from agile_environments import TASKS
-from agile_trainers.envs import ReasoningEnvironment, known_players, make_environment_factory, play
+from agile_trainers.envs import ReasoningEnvironment, known_policies, make_environment_factory, play
 from agile_trainers.envs.agent import Agent, is_agent
 from agile_trainers.envs.probes import PROBES
 
 STEPPED = [name for name in TASKS if not is_agent(make_environment_factory(f"agile:{name}"))]
-"""The ready tasks without the agents, whose players `test_archive.py` compares."""
+"""The ready tasks without the agents, whose policies `test_archive.py` compares."""
 
 
 @pytest.mark.parametrize("name", [*STEPPED, *(f"probe/{name}" for name in PROBES), "reasoning_gym"])
-def test_the_expert_does_better_than_the_random_player(name: str) -> None:
+def test_the_expert_does_better_than_the_random_policy(name: str) -> None:
     if name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     environment = make_environment_factory("reasoning_gym:chain_sum" if name == "reasoning_gym" else f"agile:{name}")()
-    players = known_players(environment)
-    returns = {key: fmean(play(environment, players[key], seed).episode_return for seed in range(8)) for key in players}
+    policies = known_policies(environment)
+    returns = {
+        key: fmean(play(environment, policies[key], seed).episode_return for seed in range(8)) for key in policies
+    }
     assert returns.keys() == {"random", "expert"}
     # In the probe of equal rewards, length is all that answers differ in.
     assert returns["expert"] > returns["random"] or name == "probe/equal_reward"
     if not name.startswith("probe"):
-        assert all(play(environment, players["expert"], seed).success for seed in range(8))
+        assert all(play(environment, policies["expert"], seed).success for seed in range(8))
 
 
-def test_gem_games_have_a_random_player_only() -> None:
+def test_gem_games_have_a_random_policy_only() -> None:
     pytest.importorskip("gem")
     environment = make_environment_factory("gem:game:GuessTheNumber-v0-easy")()
-    players = known_players(environment)
-    assert list(players) == ["random"]
-    assert play(environment, players["random"], 0).messages[-1]["content"].startswith("\\boxed{")
+    policies = known_policies(environment)
+    assert list(policies) == ["random"]
+    assert play(environment, policies["random"], 0).messages[-1]["content"].startswith("\\boxed{")
 
 
 def test_rows_given_by_the_data_set_alone_leave_only_the_expert() -> None:
     environment = ReasoningEnvironment(None)
-    players = known_players(environment)
-    assert list(players) == ["expert"]
-    assert play(environment, players["expert"], 0, options={"question": "2 + 2", "answer": "4"}).success
+    policies = known_policies(environment)
+    assert list(policies) == ["expert"]
+    assert play(environment, policies["expert"], 0, options={"question": "2 + 2", "answer": "4"}).success
 
 
-def test_the_players_of_an_agent_are_in_the_module_of_its_function() -> None:
-    players = known_players(make_environment_factory("agile:archive", level="easy")())
-    assert {name: player.__name__ for name, player in players.items()} == {
-        "random": "random_player", "expert": "expert_player"
+def test_the_policies_of_an_agent_are_in_the_module_of_its_function() -> None:
+    policies = known_policies(make_environment_factory("agile:archive", level="easy")())
+    assert {name: policy.__name__ for name, policy in policies.items()} == {
+        "random": "random_policy", "expert": "expert_policy"
     }  # fmt: skip
-    assert known_players(Agent.command(["true"], score=lambda task, finished: 1.0)()) == {}
+    assert known_policies(Agent.command(["true"], score=lambda task, finished: 1.0)()) == {}
 
 
-def test_an_environment_without_players_has_none() -> None:
+def test_the_names_of_before_are_errors_that_name_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        reset = step = None
+        players = dict
+
+    with pytest.raises(ValueError, match=r"players\(\) .* is called scripted_policies\(\)"):
+        known_policies(Plain())  # type: ignore[arg-type]
+    monkeypatch.setitem(globals(), "expert_player", lambda messages, rng: "")
+    with pytest.raises(ValueError, match=f"expert_player of the module {__name__} is called expert_policy"):
+        known_policies(Plain())  # type: ignore[arg-type]
+
+
+def test_an_environment_without_policies_has_none() -> None:
     class Plain:
         reset = step = None
 
-    assert known_players(Plain()) == {}  # type: ignore[arg-type]
+    assert known_policies(Plain()) == {}  # type: ignore[arg-type]

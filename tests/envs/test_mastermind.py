@@ -1,4 +1,4 @@
-"""Mastermind: marks, codes, and what the scripted players reach."""
+"""Mastermind: marks, codes, and what the scripted policies reach."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from agile_environments.mastermind import (
     LEVELS,
     Mastermind,
-    careless_player,
+    careless_policy,
     codes,
     demonstrations,
-    expert_player,
+    expert_policy,
     possible,
     preferences,
-    random_legal_player,
-    random_player,
+    random_legal_policy,
+    random_policy,
     score,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
@@ -88,26 +88,26 @@ def test_seeds_in_a_row_hold_every_code_once(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_success_of_the_scripted_players(level: str) -> None:
+def test_success_of_the_scripted_policies(level: str) -> None:
     environment, (length, highest, guesses) = Mastermind(level), LEVELS[level]
     count, games = highest**length, 400
     exact = float(1 - Fraction(count - 1, count) ** guesses)
-    for player, expected in ((random_player, exact), (careless_player, CARELESS_SUCCESS[level])):
-        rate = sum(play(environment, player, seed).success for seed in range(games)) / games
-        assert abs(rate - expected) <= 3.5 * math.sqrt(expected * (1 - expected) / games), player.__name__
-    assert all(play(environment, expert_player, seed).success for seed in range(min(count, 60)))
+    for policy, expected in ((random_policy, exact), (careless_policy, CARELESS_SUCCESS[level])):
+        rate = sum(play(environment, policy, seed).success for seed in range(games)) / games
+        assert abs(rate - expected) <= 3.5 * math.sqrt(expected * (1 - expected) / games), policy.__name__
+    assert all(play(environment, expert_policy, seed).success for seed in range(min(count, 60)))
 
 
 def test_the_expert_finds_every_code_of_the_small_levels() -> None:
     for level in ("easy", "normal"):
         length, highest, _ = LEVELS[level]
-        assert all(play(Mastermind(level), expert_player, seed).success for seed in range(highest**length))
+        assert all(play(Mastermind(level), expert_policy, seed).success for seed in range(highest**length))
 
 
 def test_legal_play_agrees_with_every_clue() -> None:
     environment = Mastermind("normal")
     for seed in range(20):
-        episode, secret = play(environment, random_legal_player, seed), environment.secret
+        episode, secret = play(environment, random_legal_policy, seed), environment.secret
         guesses = [answer["content"].replace(" ", "") for answer in episode.messages[1::2]]
         for index, guess in enumerate(guesses):
             assert all(score(earlier, guess) == score(earlier, secret) for earlier in guesses[:index])
@@ -125,7 +125,7 @@ def test_bad_options_and_arguments() -> None:
     with pytest.raises(ValueError, match=r"max_turns.*0"):
         Mastermind(max_turns=0)
     with pytest.raises(ValueError, match="digits of 1 to"):
-        random_player([{"role": "user", "content": "hello"}], random.Random(0))
+        random_policy([{"role": "user", "content": "hello"}], random.Random(0))
 
 
 def test_the_checker_finds_nothing() -> None:
@@ -143,4 +143,4 @@ def test_demonstrations_and_preferences() -> None:
         assert steps[-1][2] and all(step[1] >= 0 for step in steps)
     for pair in preferences(6):
         (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
-        assert chosen["content"] == expert_player(pair["prompt"], random.Random(0)) != rejected["content"]
+        assert chosen["content"] == expert_policy(pair["prompt"], random.Random(0)) != rejected["content"]

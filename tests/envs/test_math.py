@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from agile_environments.math import LEVELS, Math, _value, demonstrations, expert_player, preferences, random_player
+from agile_environments.math import LEVELS, Math, _value, demonstrations, expert_policy, preferences, random_policy
 from agile_trainers.envs import check_environment, make_environment_factory, play
 from agile_trainers.envs.questions.answers import exact_match, final_answer, math_match
 
@@ -61,10 +61,10 @@ def test_values_by_hand() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_success_of_the_scripted_players(level: str) -> None:
+def test_success_of_the_scripted_policies(level: str) -> None:
     environment = Math(level)
-    assert all(play(environment, expert_player, seed).success for seed in range(100))
-    rate, expected = sum(play(environment, random_player, n).success for n in range(3000)) / 3000, RANDOM_SUCCESS[level]
+    assert all(play(environment, expert_policy, seed).success for seed in range(100))
+    rate, expected = sum(play(environment, random_policy, n).success for n in range(3000)) / 3000, RANDOM_SUCCESS[level]
     assert abs(rate - expected) < 4 * (expected / 3000) ** 0.5
 
 

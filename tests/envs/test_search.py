@@ -20,11 +20,11 @@ from agile_environments.search_qa import (
     PEOPLE,
     TOWNS,
     SearchQA,
-    careless_player,
+    careless_policy,
     demonstrations,
-    expert_player,
+    expert_policy,
     preferences,
-    random_player,
+    random_policy,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
 from agile_trainers.envs.tools.search import BM25Index, HttpSearch, SearchServerError
@@ -221,14 +221,14 @@ def test_answers_are_compared_as_squad_does() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_success_rates_are_the_exact_probabilities(level: str) -> None:
-    """The careless player is right if it never guesses, .7 to the power of its answers, or guesses well."""
+    """The careless policy is right if it never guesses, .7 to the power of its answers, or guesses well."""
     searches = list(LEVELS).index(level) + 1
     guess = 1 / (TOWNS, COUNTRIES, COUNTRIES)[searches - 1]
     steady = 0.7 ** (searches + 1)
     task, episodes = SearchQA(level), 800
-    for player, exact in ((random_player, guess), (careless_player, steady + (1 - steady) * guess)):
-        rate = sum(play(task, player, seed).success for seed in range(episodes)) / episodes
-        assert abs(rate - exact) <= 3 * math.sqrt(exact * (1 - exact) / episodes), player.__name__
+    for policy, exact in ((random_policy, guess), (careless_policy, steady + (1 - steady) * guess)):
+        rate = sum(play(task, policy, seed).success for seed in range(episodes)) / episodes
+        assert abs(rate - exact) <= 3 * math.sqrt(exact * (1 - exact) / episodes), policy.__name__
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -238,7 +238,7 @@ def test_the_expert_answers_everything(split: str) -> None:
         task = SearchQA(level, split)
         assert task.rows is not None
         for seed in range(task.rows.count(split) or 0):
-            episode = play(task, expert_player, seed)
+            episode = play(task, expert_policy, seed)
             assert episode.success and episode.episode_return == 1.1
             # A search may turn up the next fact as well.
             assert len(episode.rewards) == episode.info["searches"] + 1 <= searches + 1
@@ -275,4 +275,4 @@ def test_the_checker_finds_nothing() -> None:
     with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         SearchQA("heavy")
     with pytest.raises(ValueError, match="Expected one of the questions"):
-        expert_player([{"role": "user", "content": "hello"}], None)  # type: ignore[arg-type]
+        expert_policy([{"role": "user", "content": "hello"}], None)  # type: ignore[arg-type]

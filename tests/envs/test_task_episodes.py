@@ -13,7 +13,7 @@ from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import play
 from agile_trainers.rollout.agents.scripted_policies import play_agent
 
-PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_player")
+POLICIES = ("random_policy", "random_legal_policy", "careless_policy", "expert_policy")
 EPISODES = {
     "archive": "4816f659cc9e62ff",
     "calculator": "e7f0d8045d093764",
@@ -26,7 +26,7 @@ EPISODES = {
     "search_qa": "340aa191afc194ad",
     "wordle": "803156308e84d53f",
 }
-"""Digest of every level, player and seed of a task, and of the rows that it makes for SFT and DPO."""
+"""Digest of every level, policy and seed of a task, and of the rows that it makes for SFT and DPO."""
 
 
 def digest(task: str) -> str:
@@ -35,18 +35,18 @@ def digest(task: str) -> str:
     for level in module.LEVELS:
         factory = make_environment_factory(f"agile:{task}", level=level)
         if is_agent(factory):
-            for player in PLAYERS:
-                if hasattr(module, player):
-                    episodes = play_agent(factory, getattr(module, player), range(3))
+            for policy in POLICIES:
+                if hasattr(module, policy):
+                    episodes = play_agent(factory, getattr(module, policy), range(3))
                     played += [[one.calls, one.reward, one.info] for one in episodes]
             continue
         environment = factory()
         for seed in range(3):
             _, info = environment.reset(seed=seed)
             played.append([level, seed, info])
-            for player in PLAYERS:
-                if hasattr(module, player):
-                    episode = play(environment, getattr(module, player), seed, max_turns=8)
+            for policy in POLICIES:
+                if hasattr(module, policy):
+                    episode = play(environment, getattr(module, policy), seed, max_turns=8)
                     # The list of tools is written by transformers, the rest by the task.
                     messages = [message for message in episode.messages if message["role"] != "system"]
                     played.append([messages, episode.rewards, episode.final_observation, episode.info])
@@ -72,6 +72,6 @@ def test_games_declare_the_range_of_their_returns(task: str) -> None:
         environment = make_environment_factory(f"agile:{task}", level=level)()
         low, high = environment.return_range
         worst = play(environment, lambda messages, rng: "nonsense", 0, max_turns=100)
-        best = max(sum(play(environment, module.expert_player, seed, max_turns=100).rewards) for seed in range(5))
+        best = max(sum(play(environment, module.expert_policy, seed, max_turns=100).rewards) for seed in range(5))
         assert sum(worst.rewards) == pytest.approx(low) and len(worst.rewards) == environment.max_turns
         assert best == high == 1.0

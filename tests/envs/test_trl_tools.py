@@ -215,14 +215,14 @@ def test_the_seed_reaches_reset_and_starts_are_reproducible() -> None:
     assert not report.findings, str(report)
 
 
-def test_a_player_that_calls_and_stops_succeeds() -> None:
-    def player(messages: list[Message], rng: random.Random) -> str:
+def test_a_policy_that_calls_and_stops_succeeds() -> None:
+    def policy(messages: list[Message], rng: random.Random) -> str:
         if messages[-1]["content"].startswith("Reach"):
             return call("add", amount=int(messages[-1]["content"].split()[1].strip(".")))
         return "done"
 
     environment = made(Counter)
-    assert all(play(environment, player, seed).success for seed in range(8))
+    assert all(play(environment, policy, seed).success for seed in range(8))
 
 
 def test_without_announcement_the_prompt_is_the_rows() -> None:

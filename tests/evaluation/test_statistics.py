@@ -216,7 +216,7 @@ def test_which_interval_a_mean_has() -> None:
     assert (FEWEST_UNITS, smallest_p_value(5) > 0.05, smallest_p_value(6) < 0.05) == (6, True, True)
 
 
-def test_intervals_cover_what_is_known_of_a_scripted_player() -> None:
+def test_intervals_cover_what_is_known_of_a_scripted_policy() -> None:
     """150 evaluations of 60 games of guess-the-number: a random number, or, in a quarter of the turns, an invalid one."""
     rng, game = random.Random(0), GuessNumber()
     right = 0.75 / 12

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agile_environments.archive import careless_player, expert_player
+from agile_environments.archive import careless_policy, expert_policy
 from agile_trainers.records.reader import read_records
 from agile_trainers.rollout.agents.scripted_policies import demonstrate_agent, play_agent
 
@@ -22,7 +22,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_it_asks_as_the_ready_task_does_with_a_scribe_of_its_own(example: dict[str, object]) -> None:
-    (episode, *others) = play_agent(example["agent"], expert_player, range(4))  # type: ignore[arg-type]
+    (episode, *others) = play_agent(example["agent"], expert_policy, range(4))  # type: ignore[arg-type]
     assert all(one.success for one in [episode, *others])
     look_up, note, answer = episode.calls
     assert [len(call["tools"]) for call in episode.calls] == [1, 0, 1]
@@ -39,7 +39,7 @@ def test_the_tutorial_shows_the_agent() -> None:
 
 
 def test_a_conversation_of_each_prompt_is_a_row(example: dict[str, object]) -> None:
-    rows = demonstrate_agent(example["agent"], careless_player, range(2))  # type: ignore[arg-type]
+    rows = demonstrate_agent(example["agent"], careless_policy, range(2))  # type: ignore[arg-type]
     assert [row["tools"] is None for row in rows] == [False, True, False] * 2
 
 

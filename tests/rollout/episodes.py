@@ -97,7 +97,7 @@ def make_engine(
     return RolloutEngine(pool, CHAT, limits, **options)
 
 
-class Player(ScriptedGenerator):
+class ScriptedSampler(ScriptedGenerator):
     """Answers with the given layouts, the same for every episode (the last one over and over); keeps the requests.
 
     The log-probability of an action's ``i``-th token is ``-(i + 1)``.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elsewhere import AsyncScored, Elsewhere, Scored
-from episodes import Player, Scripted, end, go_on, make_engine, specs
+from episodes import Scripted, ScriptedSampler, end, go_on, make_engine, specs
 
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
 from agile_trainers.records.writer import episode_row
@@ -20,7 +20,7 @@ from agile_trainers.types import StopReason, Trajectory
 def played(kind: Any, *options: dict[str, Any], **settings: Any) -> list[Trajectory]:
     engine = make_engine(kind, max_turns=3, **settings)
     try:
-        return engine.run(specs(*(options or ({},))), Player())
+        return engine.run(specs(*(options or ({},))), ScriptedSampler())
     finally:
         engine.pool.close()
 

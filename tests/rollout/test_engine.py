@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from episodes import CHAT, TOKENIZER, Factory, Player, Scripted, end, go_on, ids, make_engine, specs
+from episodes import CHAT, TOKENIZER, Factory, Scripted, ScriptedSampler, end, go_on, ids, make_engine, specs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.rollout.chat.renderer import ChatRenderer
@@ -30,8 +30,8 @@ UP = "↵ [ user ↵ up ] ↵ [ assistant ↵"
 """The observation in its turn delimiters, after a sampled terminator: ten tokens."""
 
 
-def play_one(options: dict[str, Any], player: Player | None = None, **settings: Any) -> Trajectory:
-    (trajectory,) = make_engine(**settings).run(specs(options), player or Player())
+def play_one(options: dict[str, Any], policy: ScriptedSampler | None = None, **settings: Any) -> Trajectory:
+    (trajectory,) = make_engine(**settings).run(specs(options), policy or ScriptedSampler())
     return trajectory
 
 
@@ -52,9 +52,9 @@ def test_token_layout_of_three_turns() -> None:
     observation  ] ↵ [ user ↵ down ] ↵ [ assistant ↵     16..27
     turn 2       c ]                                     27..29  ends the episode: nothing follows
     """
-    player = Player(["a b ]", "b b b b b ]", "c ]"])
+    policy = ScriptedSampler(["a b ]", "b b b b b ]", "c ]"])
     answers = [go_on("up", 0.25, n=1), go_on("down", 0.5, n=2), end(1.0, success=True)]
-    trajectory = play_one({"start": ("go", {"level": 7}), "answers": answers}, player, max_new_tokens=3)
+    trajectory = play_one({"start": ("go", {"level": 7}), "answers": answers}, policy, max_new_tokens=3)
 
     down = "] ↵ [ user ↵ down ] ↵ [ assistant ↵"
     assert trajectory.prompt_ids == ids(PROMPT)
@@ -73,8 +73,8 @@ def test_token_layout_of_three_turns() -> None:
     assert trajectory.reset_info == {"level": 7}
 
     tokens = trajectory.prompt_ids + trajectory.completion_ids
-    assert [request.token_ids for request in player.requests] == [tokens[: 9 + start] for start, _ in spans(trajectory)]
-    assert [request.max_new_tokens for request in player.requests] == [3, 3, 3]
+    assert [request.token_ids for request in policy.requests] == [tokens[: 9 + start] for start, _ in spans(trajectory)]
+    assert [request.max_new_tokens for request in policy.requests] == [3, 3, 3]
 
 
 def test_messages_of_a_trajectory() -> None:
@@ -90,7 +90,7 @@ def test_messages_of_a_trajectory() -> None:
 
 def test_specs_reach_the_environment_and_come_back_in_order() -> None:
     given = [EpisodeSpec(seed, (seed,), {"answers": [end(seed)]}) for seed in (5, 3, 4)]
-    slow_first = Player(latency=lambda request: 3 - request.episode)
+    slow_first = ScriptedSampler(latency=lambda request: 3 - request.episode)
     trajectories = make_engine().run(given, slow_first)
     assert [trajectory.seed for trajectory in trajectories] == [5, 3, 4]
     assert [trajectory.reset_info for trajectory in trajectories] == [{"seed": 5}, {"seed": 3}, {"seed": 4}]
@@ -106,15 +106,15 @@ def test_system_prompt_is_added_only_where_there_is_none() -> None:
     assert engine.render([user]) == [system, user]
     assert engine.render(own) == own
     assert make_engine().render("go") == [user]
-    (trajectory,) = engine.run(specs({}), Player())
+    (trajectory,) = engine.run(specs({}), ScriptedSampler())
     assert trajectory.prompt == [system, user]
     assert trajectory.prompt_ids == ids(f"[ system ↵ up ] ↵ {PROMPT}")
 
 
 def test_on_finish_is_called_in_order_of_ending() -> None:
     ended: list[Trajectory] = []
-    player = Player(latency=lambda request: 4 - request.episode)
-    trajectories = make_engine().run(specs({}, {}, {}), player, ended.append)
+    policy = ScriptedSampler(latency=lambda request: 4 - request.episode)
+    trajectories = make_engine().run(specs({}, {}, {}), policy, ended.append)
     assert [trajectory.seed for trajectory in ended] == [2, 1, 0]
     assert ended[0] is trajectories[2]
 
@@ -174,11 +174,11 @@ def test_a_failed_step_keeps_tokens_and_earlier_rewards(broken: Any, error: str)
 
 @pytest.mark.parametrize("start", [ValueError("no level"), "go", ("go", {}, 0.0), (None, {}), ("go", None)])
 def test_a_failed_reset_leaves_an_empty_episode(start: Any) -> None:
-    player = Player()
-    trajectory = play_one({"start": start}, player)
+    policy = ScriptedSampler()
+    trajectory = play_one({"start": start}, policy)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.error
     assert trajectory.prompt_ids == trajectory.completion_ids == [] and trajectory.turns == []
-    assert player.requests == []
+    assert policy.requests == []
 
 
 def test_a_first_observation_without_a_token_is_an_error() -> None:
@@ -186,7 +186,7 @@ def test_a_first_observation_without_a_token_is_an_error() -> None:
     bare.chat_template = None
     chat = ChatRenderer(bare)
     engine = RolloutEngine(EnvironmentPool(Scripted), chat, Limits(1, 1, 10))
-    empty, sound = engine.run(specs({"start": ("", {})}, {}), Player())
+    empty, sound = engine.run(specs({"start": ("", {})}, {}), ScriptedSampler())
     assert empty.stop_reason is StopReason.ENVIRONMENT_ERROR and "tokenizes to nothing" in str(empty.error)
     assert sound.stop_reason is StopReason.TERMINATED
 
@@ -202,7 +202,7 @@ def test_what_an_environment_does_to_its_row_is_no_concern_of_the_next_one() -> 
 
     row = {"answers": [go_on("up"), end(1.0)]}
     shared = [EpisodeSpec(seed, (seed,), row) for seed in range(3)]
-    trajectories = make_engine(Emptying, max_environments=1).run(shared, Player())
+    trajectories = make_engine(Emptying, max_environments=1).run(shared, ScriptedSampler())
     assert [trajectory.rewards for trajectory in trajectories] == [[0.0, 1.0]] * 3
     assert row == {"answers": [go_on("up"), end(1.0)]}
 
@@ -210,17 +210,17 @@ def test_what_an_environment_does_to_its_row_is_no_concern_of_the_next_one() -> 
 def test_failures_cost_only_their_own_episode() -> None:
     good: dict[str, Any] = {"answers": [go_on("up"), end(1.0)]}
     bad: dict[str, Any] = {"answers": [RuntimeError("broken")]}
-    alone = make_engine().run(specs(good), Player())[0]
-    trajectories = make_engine().run(specs(good, bad, good), Player())
+    alone = make_engine().run(specs(good), ScriptedSampler())[0]
+    trajectories = make_engine().run(specs(good, bad, good), ScriptedSampler())
     assert [trajectory.stop_reason.failed for trajectory in trajectories] == [False, True, False]
     assert trajectories[0] == alone
 
 
 @pytest.mark.parametrize("length", [3, 9])
 def test_a_prompt_that_fills_the_context_gets_no_answer(length: int) -> None:
-    player = Player()
-    trajectory = play_one({}, player, max_model_length=length)
-    assert trajectory.stop_reason is StopReason.CONTEXT_FULL and trajectory.turns == [] and player.requests == []
+    policy = ScriptedSampler()
+    trajectory = play_one({}, policy, max_model_length=length)
+    assert trajectory.stop_reason is StopReason.CONTEXT_FULL and trajectory.turns == [] and policy.requests == []
     assert trajectory.prompt_ids == ids(PROMPT)
     assert play_one({}, max_model_length=10).completion_ids == ids("a")
 
@@ -233,9 +233,9 @@ def test_the_limit_of_a_turn_shrinks_near_the_end_of_the_context() -> None:
 
     [ user ↵ go ] ↵ [ assistant ↵ | a b ] | ↵ [ user ↵ up ] ↵ [ assistant ↵ | b b b
     """
-    player = Player(["a b ]", "b b b b ]"])
-    trajectory = play_one({"answers": [go_on("up")]}, player, max_new_tokens=5, max_model_length=25)
-    assert [request.max_new_tokens for request in player.requests] == [5, 3]
+    policy = ScriptedSampler(["a b ]", "b b b b ]"])
+    trajectory = play_one({"answers": [go_on("up")]}, policy, max_new_tokens=5, max_model_length=25)
+    assert [request.max_new_tokens for request in policy.requests] == [5, 3]
     assert trajectory.completion_ids == ids(f"a b ] {UP} b b b")
     assert trajectory.turns[1].finish_reason == "length"
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
@@ -248,12 +248,12 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
     for _ in range(150):
         words = lambda low, high: " ".join(["up"] * rng.randint(low, high))  # noqa: E731
         options: dict[str, Any] = {"start": (words(1, 12), {}), "answers": [go_on(words(0, 12)) for _ in range(6)]}
-        player = Player([" ".join(["a"] * rng.randint(1, 8) + ["]"]) for _ in range(6)])
+        policy = ScriptedSampler([" ".join(["a"] * rng.randint(1, 8) + ["]"]) for _ in range(6)])
         limit, longest = rng.randint(1, 8), rng.randint(8, 120)
         append = rng.random() < 0.5
         trajectory = play_one(
             options,
-            player,
+            policy,
             max_turns=5,
             max_new_tokens=limit,
             max_model_length=longest,
@@ -261,8 +261,8 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
         )
         prompt, kept = trajectory.prompt_ids, trajectory.completion_ids
         reasons.add(trajectory.stop_reason)
-        assert len(player.requests) == len(trajectory.turns)
-        for request in player.requests:
+        assert len(policy.requests) == len(trajectory.turns)
+        for request in policy.requests:
             assert request.max_new_tokens == min(limit, longest - len(request.token_ids)) >= 1
         assert len(trajectory.sampling_logprobs) == len(kept)
         if not trajectory.turns:
@@ -314,7 +314,7 @@ def test_the_final_observation_is_appended_where_a_critic_needs_it(
 
 def test_the_final_observation_of_an_answer_cut_by_length_starts_with_the_terminator() -> None:
     trajectory = play_one(
-        {"answers": [("up", 0.0, False, True, {})]}, Player(["a b c ]"]), append_final_observation=True
+        {"answers": [("up", 0.0, False, True, {})]}, ScriptedSampler(["a b c ]"]), append_final_observation=True
     )
     assert trajectory.completion_ids == ids(f"a b c ] {UP}")
     assert spans(trajectory) == [(0, 3)]
@@ -338,8 +338,8 @@ def test_inline_steps_come_in_a_fixed_order() -> None:
             return super().step(action)
 
     two: dict[str, Any] = {"answers": [go_on("up"), end()]}
-    player = Player(latency=lambda request: 3 if request.episode == 0 else 1)
-    make_engine(Logged).run(specs(two, two, two), player)
+    policy = ScriptedSampler(latency=lambda request: 3 if request.episode == 0 else 1)
+    make_engine(Logged).run(specs(two, two, two), policy)
     assert log == ["reset 0", "reset 1", "reset 2", "step 1", "step 2", "step 1", "step 2", "step 0", "step 0"]
 
 
@@ -347,15 +347,15 @@ def test_a_fast_sampler_does_not_wait_for_a_slow_one() -> None:
     """Episode 1 asks for its four turns while episode 0's first answer is still being sampled."""
     answered: list[int] = []
 
-    class Watched(Player):
+    class Watched(ScriptedSampler):
         def step(self) -> Any:
             outputs = super().step()
             answered.extend(output.episode for output in outputs)
             return outputs
 
-    player = Watched(latency=lambda request: 50 if request.episode == 0 else 1)
+    policy = Watched(latency=lambda request: 50 if request.episode == 0 else 1)
     four: dict[str, Any] = {"answers": [go_on("up"), go_on("up"), go_on("up"), end()]}
-    make_engine().run(specs(four, four), player)
+    make_engine().run(specs(four, four), policy)
     assert answered == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
@@ -374,7 +374,7 @@ def test_a_fast_environment_does_not_wait_for_a_slow_one(workers: int) -> None:
         fast_is_over.set()
 
     fast: dict[str, Any] = {"answers": [go_on("up"), go_on("up"), end()]}
-    trajectories = make_engine(workers=workers).run(specs({"answers": [slow]}, fast), Player(), on_finish)
+    trajectories = make_engine(workers=workers).run(specs({"answers": [slow]}, fast), ScriptedSampler(), on_finish)
     assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.TERMINATED] * 2
     assert [len(trajectory.turns) for trajectory in trajectories] == [1, 3]
     assert ended == [1, 0]
@@ -384,7 +384,7 @@ def test_the_sampler_does_not_wait_for_a_slow_environment() -> None:
     """Episode 0's step returns only once the sampler has answered episode 1, which takes it five more steps."""
     sampled = threading.Event()
 
-    class Watched(Player):
+    class Watched(ScriptedSampler):
         def step(self) -> Any:
             outputs = super().step()
             if any(output.episode == 1 for output in outputs):
@@ -395,23 +395,23 @@ def test_the_sampler_does_not_wait_for_a_slow_environment() -> None:
         assert sampled.wait(timeout=20)
         return end()
 
-    player = Watched(latency=lambda request: 1 if request.episode == 0 else 6)
-    trajectories = make_engine(workers=1).run(specs({"answers": [slow]}, {}), player)
+    policy = Watched(latency=lambda request: 1 if request.episode == 0 else 6)
+    trajectories = make_engine(workers=1).run(specs({"answers": [slow]}, {}), policy)
     assert [trajectory.error for trajectory in trajectories] == [None, None]
 
 
 def test_the_sampler_is_told_of_the_end_of_every_episode() -> None:
     """It refuses a key that it still knows under another prompt."""
-    player = Player()
+    policy = ScriptedSampler()
     for start in ("go", "up"):
         engine = make_engine()
-        engine.run(specs({"start": (start, {})}, {"answers": [RuntimeError()]}), player)
+        engine.run(specs({"start": (start, {})}, {"answers": [RuntimeError()]}), policy)
 
 
 # ------------------------------------------------------------------------------------------- what is not an episode's
 
 
-class BrokenGenerator(Player):
+class BrokenGenerator(ScriptedSampler):
     """Fails at its second step."""
 
     steps = 0
@@ -431,8 +431,8 @@ def test_what_the_generator_raises_propagates_and_leaves_nothing_behind(workers:
     with pytest.raises(MemoryError, match="out of memory"):
         engine.run(specs(four, four), BrokenGenerator())
     first = list(factory.made)
-    trajectories = engine.run(specs(four, four), Player())
-    assert trajectories == make_engine().run(specs(four, four), Player())
+    trajectories = engine.run(specs(four, four), ScriptedSampler())
+    assert trajectories == make_engine().run(specs(four, four), ScriptedSampler())
     assert [environment.resets for environment in first] == [1, 1]
 
 
@@ -447,11 +447,11 @@ def test_what_submit_and_on_finish_raise_propagates() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        make_engine().run(specs({}), Player(), interrupt)
+        make_engine().run(specs({}), ScriptedSampler(), interrupt)
 
 
 def test_a_lost_request_is_an_error_and_no_endless_wait() -> None:
-    class Forgetful(Player):
+    class Forgetful(ScriptedSampler):
         def step(self) -> Any:
             super().step()
             return []

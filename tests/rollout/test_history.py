@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elsewhere import Broken, Colour, Elsewhere, Forgetful, Other, Unready, Wrong
-from episodes import CHAT, TOKENIZER, Player, Scripted, end, go_on, ids, make_engine, specs
+from episodes import CHAT, TOKENIZER, Scripted, ScriptedSampler, end, go_on, ids, make_engine, specs
 
 from agile_trainers.embedded import make_tokenizer, make_word_tokenizer
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
@@ -45,34 +45,34 @@ def assistant(content: str) -> Message:
 
 def play(
     history: Any, answers: tuple[str, ...] = ("a ]", "b ]", "c ]", "a ]"), **options: Any
-) -> tuple[Trajectory, Player]:
-    player = Player(answers)
+) -> tuple[Trajectory, ScriptedSampler]:
+    policy = ScriptedSampler(answers)
     engine = make_engine(histories={None: history}, **options)
-    (episode,) = engine.run(specs(GAME), player)
-    return episode, player
+    (episode,) = engine.run(specs(GAME), policy)
+    return episode, policy
 
 
 def test_full_history_is_an_ordinary_episode() -> None:
-    episode, player = play(full)
-    other = Player(("a ]", "b ]", "c ]", "a ]"))
+    episode, policy = play(full)
+    other = ScriptedSampler(("a ]", "b ]", "c ]", "a ]"))
     (plain,) = make_engine().run(specs(GAME), other)
     assert episode == plain and episode.paths is None and episode.read_again == plain.read_again
-    assert [request.token_ids for request in player.requests] == [request.token_ids for request in other.requests]
-    assert all(request.extends for request in player.requests)
+    assert [request.token_ids for request in policy.requests] == [request.token_ids for request in other.requests]
+    assert all(request.extends for request in policy.requests)
 
 
 def test_a_sliding_window_begins_a_new_path_with_every_turn_after_it_is_full() -> None:
     """Every prompt is what the template writes for the prompt and the last exchange; nothing else is a turn's prompt."""
-    episode, player = play(LastExchanges(1))
+    episode, policy = play(LastExchanges(1))
     prompts = [
         [user("go")],
         [user("go"), assistant("a"), user("up")],
         [user("go"), assistant("b"), user("down")],
         [user("go"), assistant("c"), user("a")],
     ]
-    asked = [request.token_ids for request in player.requests]
+    asked = [request.token_ids for request in policy.requests]
     assert asked == [CHAT.first(prompt) for prompt in prompts]
-    assert [request.extends for request in player.requests] == [True, True, False, False]
+    assert [request.extends for request in policy.requests] == [True, True, False, False]
     assert [episode.prompt_of(k) for k in range(4)] == asked
     assert [episode.action_of(k) for k in range(4)] == [ids(answer) for answer in ("a ]", "b ]", "c ]", "a ]")]
     assert [turn.fork for turn in episode.turns] == [None, None, Fork.CONTEXT, Fork.CONTEXT]
@@ -84,8 +84,8 @@ def test_a_sliding_window_begins_a_new_path_with_every_turn_after_it_is_full() -
 
 
 def test_dropped_observations_keep_all_answers() -> None:
-    episode, player = play(LastObservations(2, note="system"))
-    assert player.requests[3].token_ids == CHAT.first(
+    episode, policy = play(LastObservations(2, note="system"))
+    assert policy.requests[3].token_ids == CHAT.first(
         [user("go"), assistant("a"), user("system"), assistant("b"), user("down"), assistant("c"), user("a")]
     )
     assert [turn.fork for turn in episode.turns] == [None, None, None, Fork.CONTEXT]
@@ -105,13 +105,13 @@ def test_a_summary_is_a_turn_that_the_environment_does_not_get() -> None:
             return super().step(action)
 
     history = Summary(limit, instruction="system", heading="up")
-    player = Player(("a ]", "b ]", "c c ]", "a ]"))
-    (episode,) = make_engine(Heard, histories={None: history}, max_turns=9).run(specs(GAME), player)
+    policy = ScriptedSampler(("a ]", "b ]", "c c ]", "a ]"))
+    (episode,) = make_engine(Heard, histories={None: history}, max_turns=9).run(specs(GAME), policy)
     assert seen[:3] == ["a", "b", "a"]
     asked = [user("go"), assistant("a"), user("up"), assistant("b"), user("down\n\nsystem")]
-    assert player.requests[2].token_ids == CHAT.first(asked) and player.requests[2].extends
+    assert policy.requests[2].token_ids == CHAT.first(asked) and policy.requests[2].extends
     after = [user("go\n\nup\nc c\n\ndown")]
-    assert player.requests[3].token_ids == CHAT.first(after) and not player.requests[3].extends
+    assert policy.requests[3].token_ids == CHAT.first(after) and not policy.requests[3].extends
     assert [turn.question for turn in episode.turns[:4]] == [False, False, True, False]
     assert [turn.fork for turn in episode.turns[:4]] == [None, None, None, Fork.CONTEXT]
     assert [turn.reward for turn in episode.turns[:4]] == [1.0, 2.0, 0.0, 3.0]
@@ -132,9 +132,9 @@ def test_a_question_that_is_dropped_again_is_an_aside() -> None:
             return messages[:-2]
         return Question([*messages, user("c")]) if len(messages) == 3 else messages
 
-    episode, player = play(ask_once, ("a ]", "c ]", "b ]", "a ]", "b ]"), max_turns=9)
+    episode, policy = play(ask_once, ("a ]", "c ]", "b ]", "a ]", "b ]"), max_turns=9)
     before = [user("go"), assistant("a"), user("up")]
-    assert [request.token_ids for request in player.requests[1:3]] == [
+    assert [request.token_ids for request in policy.requests[1:3]] == [
         CHAT.first([*before, user("c")]),
         CHAT.first(before),
     ]
@@ -145,23 +145,23 @@ def test_a_question_that_is_dropped_again_is_an_aside() -> None:
 
 @pytest.mark.parametrize("where", [{}, {"processes": 1}, {"workers": 2, "timeout": 60.0}])
 def test_the_environment_rewrites_its_own_context_and_the_run_may_replace_that(where: dict[str, Any]) -> None:
-    player = Player()
+    policy = ScriptedSampler()
     engine = make_engine(Forgetful, **where)
-    (episode,) = engine.run(specs({}), player)
-    assert [request.token_ids for request in player.requests] == [
+    (episode,) = engine.run(specs({}), policy)
+    assert [request.token_ids for request in policy.requests] == [
         CHAT.first("go"),
         CHAT.first([user("go"), user("up")]),
     ]
     assert episode.rewards == [1.0, 2.0] and episode.turns[1].fork is Fork.CONTEXT
     engine.histories = {None: full}
-    (episode,) = engine.run(specs({}), Player())
+    (episode,) = engine.run(specs({}), ScriptedSampler())
     assert episode.paths is None
     engine.pool.close()
 
 
 def test_an_environment_in_a_process_without_context_is_asked_once() -> None:
     engine = make_engine(Elsewhere, processes=1)
-    first, second = engine.run(specs({}, {}), Player())
+    first, second = engine.run(specs({}, {}), ScriptedSampler())
     assert first.paths is None and second.rewards == [1.0, 2.0]
     environment = engine.pool.environment(0)
     assert isinstance(environment, ProcessEnvironment) and environment.context is None
@@ -181,8 +181,8 @@ def test_what_the_function_gets() -> None:
         messages.prompt.clear()
         return messages[-1:]
 
-    _, player = play(history)
-    assert [request.token_ids for request in player.requests] == [CHAT.first([user("b")])] * 4
+    _, policy = play(history)
+    assert [request.token_ids for request in policy.requests] == [CHAT.first([user("b")])] * 4
     assert got[0] == ([user("go")], [user("go")], len(CHAT.first("go")), 1000)
     assert got[1][0] == [user("b"), assistant("a"), user("up")] and got[1][1] == [user("go")]
     assert got[1][2] == len(CHAT.first([user("b"), assistant("a"), user("up")]))
@@ -209,7 +209,7 @@ def test_a_rewrite_that_does_not_fit_ends_the_episode_with_a_reason_of_its_own()
         return messages if len(messages) == 1 else [user("go " * 30)]
 
     engine = make_engine(Scored, histories={None: grow}, max_model_length=20)
-    (episode,) = engine.run(specs(GAME), Player())
+    (episode,) = engine.run(specs(GAME), ScriptedSampler())
     assert episode.stop_reason is StopReason.REWRITE_FULL and told == ["rewrite_full"]
     assert episode.rewards == [9.0] and episode.end_reward == 8.0 and episode.paths is None
     assert episode.prompt_ids == CHAT.first("go") and episode.completion_ids == ids("a ]")
@@ -252,8 +252,8 @@ def test_a_hostile_function_costs_its_episode(kind: str, at_turn: int) -> None:
         return function(messages) if hostile else messages
 
     good, bad = GAME, {**GAME, "start": ("up", {})}
-    first, second = make_engine(histories={None: history}).run(specs(good, bad), Player())
-    (alone,) = make_engine().run(specs(good), Player())
+    first, second = make_engine(histories={None: history}).run(specs(good, bad), ScriptedSampler())
+    (alone,) = make_engine().run(specs(good), ScriptedSampler())
     assert first == alone
     assert second.stop_reason is StopReason.ENVIRONMENT_ERROR and message in str(second.error)
     assert len(second.turns) == at_turn
@@ -307,14 +307,14 @@ def test_ready_names() -> None:
 
 
 def test_tokens_that_are_read_again_are_counted() -> None:
-    """A scripted player reads every prompt whole. What contexts share was read before, but for its last token."""
+    """A scripted policy reads every prompt whole. What contexts share was read before, but for its last token."""
 
     answers = ("a ]", "b ]", "c ]", "a ]")
-    (plain,) = make_engine(histories={None: full}).run(specs(GAME), Player(answers))
+    (plain,) = make_engine(histories={None: full}).run(specs(GAME), ScriptedSampler(answers))
     prompts = [len(plain.prompt_of(k)) for k in range(4)]
     # Each prompt after the first begins with the one before it and its answer, whose last token is new.
     assert plain.read_again == sum(length + 1 for length in prompts[:3])
-    (window,) = make_engine(histories={None: LastExchanges(1)}).run(specs(GAME), Player(answers))
+    (window,) = make_engine(histories={None: LastExchanges(1)}).run(specs(GAME), ScriptedSampler(answers))
     second, third, fourth = (CHAT.first([user("go"), assistant(said), user(seen)]) for said, seen in (
         ("a", "up"), ("b", "down"), ("c", "a")
     ))  # fmt: skip
@@ -334,17 +334,17 @@ def test_a_question_at_the_first_prompt_leaves_the_environments_messages_as_they
             return [user(messages.prompt[-1]["content"] + " system " + messages[-1]["content"])]
         return messages
 
-    episode, player = play(plan_first, ("c ]", "a ]", "b ]", "c ]", "a ]"), max_turns=9)
-    assert player.requests[0].token_ids == CHAT.first("go end")
-    assert player.requests[1].token_ids == CHAT.first("go system c")
-    assert player.requests[2].token_ids == CHAT.first([user("go system c"), assistant("a"), user("up")])
+    episode, policy = play(plan_first, ("c ]", "a ]", "b ]", "c ]", "a ]"), max_turns=9)
+    assert policy.requests[0].token_ids == CHAT.first("go end")
+    assert policy.requests[1].token_ids == CHAT.first("go system c")
+    assert policy.requests[2].token_ids == CHAT.first([user("go system c"), assistant("a"), user("up")])
     assert episode.prompt == [user("go end")] and episode.success and episode.rewards == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_first_prompt_that_is_rewritten_without_room() -> None:
     for words in (30, 3_000_000):
-        episode, player = play(lambda messages, words=words: [user("go " * words)], max_model_length=20)
-        assert episode.stop_reason is StopReason.REWRITE_FULL and not episode.turns and not player.requests
+        episode, policy = play(lambda messages, words=words: [user("go " * words)], max_model_length=20)
+        assert episode.stop_reason is StopReason.REWRITE_FULL and not episode.turns and not policy.requests
 
 
 def test_many_empty_messages_are_no_work() -> None:
@@ -358,7 +358,7 @@ def test_many_empty_messages_are_no_work() -> None:
 
     engine = make_engine(histories={None: lambda messages: [user("")] * 20_000 if len(messages) > 1 else messages})
     engine.chat = Counting(TOKENIZER)
-    (episode,) = engine.run(specs(GAME), Player())
+    (episode,) = engine.run(specs(GAME), ScriptedSampler())
     assert episode.stop_reason is StopReason.REWRITE_FULL and max(rendered) == 1
 
 
@@ -367,9 +367,9 @@ def test_an_observation_with_the_role_of_the_model_is_part_of_a_conversation_wit
     tokenizer.chat_template = None
     engine = make_engine()
     engine.chat = ChatRenderer(tokenizer)
-    player = ScriptedGenerator(lambda request: tokenizer.encode("a"))
+    policy = ScriptedGenerator(lambda request: tokenizer.encode("a"))
     steps = [go_on([user("up"), assistant("b")], 1.0), go_on("up"), end(2.0)]
-    (episode,) = engine.run(specs({"answers": steps}), player)
+    (episode,) = engine.run(specs({"answers": steps}), policy)
     assert episode.stop_reason is StopReason.TERMINATED and episode.paths is None
     assert tokenizer.decode(episode.completion_ids).split() == ["a", "up", "b", "a", "up", "a"]
 
@@ -383,8 +383,8 @@ def test_special_tokens_that_an_answer_spells_out_begin_and_end_nothing(template
     engine = make_engine(histories={None: LastExchanges(1)}, max_new_tokens=40)
     chat = engine.chat = ChatRenderer(tokenizer)
     spelled = tokenizer.encode("<|im_end|>\n<|im_start|>user", split_special_tokens=True)
-    player = ScriptedGenerator(lambda request: [*spelled, tokenizer.eos_token_id])
-    (episode,) = engine.run(specs(GAME), player)
+    policy = ScriptedGenerator(lambda request: [*spelled, tokenizer.eos_token_id])
+    (episode,) = engine.run(specs(GAME), policy)
     assert [turn.fork for turn in episode.turns] == [None, None, Fork.CONTEXT, Fork.CONTEXT]
     special = set(tokenizer.all_special_ids)
     plain = [[user("go")], [user("go"), assistant("a"), user("up")]]
@@ -408,8 +408,8 @@ def test_nested_values_are_copies_both_ways() -> None:
         return [held[-1], *messages[1:]]
 
     steps = {"answers": [go_on([{**user("up"), "extra": [1]}]), end()]}
-    player = Player()
-    (episode,) = make_engine(histories={None: history}).run(specs(steps), player)
+    policy = ScriptedSampler()
+    (episode,) = make_engine(histories={None: history}).run(specs(steps), policy)
     assert episode.turns[0].observation == [{**user("up"), "extra": [1]}]
     assert episode.prompt == [{**user("go"), "extra": []}]
     assert episode.turns[1].messages is not None and episode.turns[1].messages[0]["extra"] == []
@@ -479,7 +479,7 @@ def test_other_attributes_named_context_are_nobodys_business() -> None:
     assert probe_environment(EnvironmentPool(Colour), 0, {})[0] == "go"
     assert "context raised KeyError" in str(check_environment(Unready))
     assert not check_environment(Unready, with_context=False).findings
-    (episode,) = make_engine(Colour).run(specs(GAME), Player())
+    (episode,) = make_engine(Colour).run(specs(GAME), ScriptedSampler())
     assert episode.stop_reason is StopReason.TERMINATED
 
 
@@ -495,7 +495,7 @@ def test_success_is_that_of_the_last_turn_that_the_environment_got() -> None:
     def ask(messages: Context) -> list[Message]:
         return Question([*messages, user("c")]) if len(messages) == 3 else messages
 
-    player = Player(("a ]", "b ]"))
+    policy = ScriptedSampler(("a ]", "b ]"))
     answers = {"answers": [go_on("up", 1.0, success=True)]}
-    (episode,) = make_engine(histories={None: ask}, max_turns=2).run(specs(answers), player)
+    (episode,) = make_engine(histories={None: ask}, max_turns=2).run(specs(answers), policy)
     assert [turn.question for turn in episode.turns] == [False, True] and episode.success is True

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from elsewhere import Leaving
-from episodes import Player, make_engine, specs
+from episodes import ScriptedSampler, make_engine, specs
 
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.types import StopReason
@@ -48,7 +48,7 @@ def all_end(processes: dict[str, int]) -> None:
 def test_what_it_started_lives_as_long_as_the_instance() -> None:
     """Over all its episodes; nothing is left when the pool is closed."""
     engine = make_engine(Leaving, processes=1, timeout=60.0)
-    first, second = engine.run(specs({"what": "exit slowly"}, {}), Player())
+    first, second = engine.run(specs({"what": "exit slowly"}, {}), ScriptedSampler())
     started, temporary = first.reset_info["left"], first.reset_info["temporary"]
     assert second.reset_info["left"] == started and alive(started) == list(started)
     engine.pool.close()
@@ -63,10 +63,10 @@ def test_nothing_outlives_an_instance_that_failed(what: str, request: pytest.Fix
     """It exits while others hold its connection, raises, or is killed at the time limit."""
     clock = request.getfixturevalue("clock") if what == "hang" else None
     engine = make_engine(Leaving, processes=1, timeout=0.1 if clock else 60.0)
-    (before,) = engine.run(specs({}), Player())
+    (before,) = engine.run(specs({}), ScriptedSampler())
     if clock:
         clock.pace = 1e6
-    (episode,) = engine.run(specs({"what": what}), Player())
+    (episode,) = engine.run(specs({"what": what}), ScriptedSampler())
     expected = StopReason.ENVIRONMENT_TIMEOUT if what == "hang" else StopReason.ENVIRONMENT_ERROR
     assert episode.stop_reason is expected
     if clock:  # the answer may have come just after the time limit: then the instance is closed with the pool

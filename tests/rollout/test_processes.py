@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy
-from episodes import Player, make_engine, specs
+from episodes import ScriptedSampler, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -30,13 +30,13 @@ def engine() -> Iterator[RolloutEngine]:
 
 
 def test_episodes_are_the_same_and_somewhere_else(engine: RolloutEngine) -> None:
-    episodes = engine.run(specs(*[{}] * 7), Player())
-    here = make_engine(Elsewhere).run(specs(*[{}] * 7), Player())
+    episodes = engine.run(specs(*[{}] * 7), ScriptedSampler())
+    here = make_engine(Elsewhere).run(specs(*[{}] * 7), ScriptedSampler())
     assert [e.rewards for e in episodes] == [e.rewards for e in here] == [[1.0, 2.0]] * 7
     assert [e.seed for e in episodes] == [e.reset_info["seed"] for e in episodes] == list(range(7))
     processes = {turn.info["process"] for episode in episodes for turn in episode.turns}
     assert len(processes) == 3 and os.getpid() not in processes
-    again = engine.run(specs({}, {}), Player())
+    again = engine.run(specs({}, {}), ScriptedSampler())
     assert {episode.reset_info["process"] for episode in again} <= processes, "instances are played again"
 
 
@@ -45,7 +45,7 @@ def test_episodes_are_the_same_and_somewhere_else(engine: RolloutEngine) -> None
 )
 def test_options_may_be_left_out_and_the_action_named_otherwise(environment: Any, where: dict[str, int]) -> None:
     engine = make_engine(environment, **where)
-    (episode, with_row) = engine.run([*specs(None), *specs({"row": 1})], Player())  # type: ignore[arg-type]
+    (episode, with_row) = engine.run([*specs(None), *specs({"row": 1})], ScriptedSampler())  # type: ignore[arg-type]
     engine.pool.close()
     assert (episode.rewards, episode.stop_reason, episode.reset_info) == ([1.0], TERMINATED, {"seed": 0})
     assert with_row.stop_reason is ERROR and "options" in str(with_row.error), "a row is never dropped"
@@ -53,7 +53,7 @@ def test_options_may_be_left_out_and_the_action_named_otherwise(environment: Any
 
 def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
     games = [{"what": what} for what in ("raise", None, "die", None, "unsendable", None)]
-    episodes = engine.run(specs(*games), Player())
+    episodes = engine.run(specs(*games), ScriptedSampler())
     assert [episode.stop_reason for episode in episodes] == [ERROR, TERMINATED] * 3
     assert episodes[0].error == "EnvironmentProcessError: KeyError: 'a bug'"
     assert "process died in step (exit code 7)" in str(episodes[2].error)
@@ -62,8 +62,8 @@ def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
 
 def test_a_hang_is_killed(clock: Any) -> None:
     engine = make_engine(Elsewhere, processes=2, timeout=0.1)
-    first = engine.run(specs({}, {}), Player())
-    episodes = engine.run(specs({"what": "hang"}, {}), Player(), lambda over: setattr(clock, "pace", 1e6))
+    first = engine.run(specs({}, {}), ScriptedSampler())
+    episodes = engine.run(specs({"what": "hang"}, {}), ScriptedSampler(), lambda over: setattr(clock, "pace", 1e6))
     assert [episode.stop_reason for episode in episodes] == [TIMEOUT, TERMINATED]
     hung = ({e.reset_info["process"] for e in first} - {episodes[1].reset_info["process"]}).pop()
     for _ in range(1000):
@@ -76,7 +76,7 @@ def test_a_hang_is_killed(clock: Any) -> None:
 
 def test_async_environments_are_awaited_over_there() -> None:
     engine = make_engine(AsyncElsewhere, processes=1, timeout=60.0)
-    assert [episode.rewards for episode in engine.run(specs({}, {}), Player())] == [[1.0, 2.0]] * 2
+    assert [episode.rewards for episode in engine.run(specs({}, {}), ScriptedSampler())] == [[1.0, 2.0]] * 2
     engine.pool.close()
 
 
@@ -88,7 +88,7 @@ def test_lambdas_and_closures_are_sent_by_value() -> None:
             return start, super().reset(seed, options)[1]
 
     engine = make_engine(lambda: Local(), processes=1, timeout=60.0)
-    (episode,) = engine.run(specs({}), Player())
+    (episode,) = engine.run(specs({}), ScriptedSampler())
     engine.pool.close()
     assert episode.prompt[0]["content"] == "up" and episode.rewards == [1.0, 2.0]
     assert episode.reset_info["process"] != os.getpid()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elsewhere import Elsewhere, Toy
-from episodes import CHAT, Factory, Player, Scripted, go_on, specs
+from episodes import CHAT, Factory, Scripted, ScriptedSampler, go_on, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -31,14 +31,14 @@ def test_each_episode_plays_its_own(where: dict[str, int]) -> None:
     """One that ends after a turn, and one that is cut after two of its two turns, answers of one token."""
     pool = EnvironmentPool({"toy": Toy, "long": Elsewhere}, **where)
     engine = RolloutEngine(pool, CHAT, Limits(1, 1, 1), environment_limits=LIMITS)
-    player = Player()
+    policy = ScriptedSampler()
     for _ in range(2):  # the second time on the instances of the first
-        episodes = engine.run(named(4, "toy", "long"), player)
+        episodes = engine.run(named(4, "toy", "long"), policy)
         assert [episode.environment_name for episode in episodes] == ["toy", "long"] * 2
         assert [episode.rewards for episode in episodes] == [[1.0], [1.0, 2.0]] * 2
         assert [episode.stop_reason for episode in episodes] == [TERMINATED] * 4
     asked = {
-        name: {r.max_new_tokens for r in player.requests if r.episode % 2 == place} for place, name in enumerate(LIMITS)
+        name: {r.max_new_tokens for r in policy.requests if r.episode % 2 == place} for place, name in enumerate(LIMITS)
     }
     assert asked == {"toy": {3}, "long": {1}}
     pool.close()
@@ -52,7 +52,7 @@ def test_limits_are_the_environments() -> None:
     engine = RolloutEngine(
         EnvironmentPool({"toy": Endless, "long": Endless}), CHAT, Limits(1, 1, 1), environment_limits=LIMITS
     )
-    episodes = engine.run(named(2, "toy", "long"), Player())
+    episodes = engine.run(named(2, "toy", "long"), ScriptedSampler())
     assert [len(episode.turns) for episode in episodes] == [4, 2]
     assert [episode.stop_reason for episode in episodes] == [MAX_TURNS] * 2
 
@@ -61,9 +61,9 @@ def test_instances_are_kept_apart_and_all_closed() -> None:
     factories = {"toy": Factory(), "long": Factory()}
     pool = EnvironmentPool(factories)
     engine = RolloutEngine(pool, CHAT, Limits(1, 1, 1), environment_limits=LIMITS)
-    engine.run(named(4, "toy", "long"), Player())
-    engine.run(named(3, "long"), Player())
-    engine.run(named(2, "toy"), Player())
+    engine.run(named(4, "toy", "long"), ScriptedSampler())
+    engine.run(named(3, "long"), ScriptedSampler())
+    engine.run(named(2, "toy"), ScriptedSampler())
     made = {name: [instance.resets for instance in factory.made] for name, factory in factories.items()}
     assert {name: sorted(resets) for name, resets in made.items()} == {"toy": [2, 2], "long": [1, 2, 2]}
     pool.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from episodes import Factory, Player, Scripted, end, go_on, make_engine, specs
+from episodes import Factory, Scripted, ScriptedSampler, end, go_on, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
@@ -45,7 +45,7 @@ def reasons(trajectories: list[Trajectory]) -> list[StopReason]:
 
 
 def run(engine: RolloutEngine, *episodes: Script) -> list[StopReason]:
-    return reasons(engine.run(specs(*episodes), Player()))
+    return reasons(engine.run(specs(*episodes), ScriptedSampler()))
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_awaited_calls_take_no_worker() -> None:
 
     engine = make_engine(Mixed, workers=1)
     ended: list[int] = []
-    engine.run(specs({}, {}), Player(), lambda trajectory: ended.append(trajectory.seed))
+    engine.run(specs({}, {}), ScriptedSampler(), lambda trajectory: ended.append(trajectory.seed))
     assert ended == [1, 0]
     engine.pool.close()
 
@@ -149,7 +149,7 @@ def test_inline_calls_stay_in_the_callers_thread() -> None:
 def test_the_way_of_stepping_does_not_change_the_episodes(kind: type, workers: int) -> None:
     games: list[Script] = [{"answers": [go_on("up", n)] * (n % 3) + [end(n)]} for n in range(7)]
     engine = make_engine(kind, workers=workers)
-    assert engine.run(specs(*games), Player()) == make_engine().run(specs(*games), Player())
+    assert engine.run(specs(*games), ScriptedSampler()) == make_engine().run(specs(*games), ScriptedSampler())
     engine.pool.close()
 
 
@@ -160,7 +160,7 @@ def test_no_more_episodes_play_at_once_than_allowed(kind: type, workers: int) ->
     games: list[Script] = [{"answers": [go_on("up", n)] * (n % 3) + [end(n)]} for n in range(9)]
     factory = Factory(kind)
     engine = make_engine(factory, workers=workers, max_environments=2)
-    assert engine.run(specs(*games), Player()) == make_engine().run(specs(*games), Player())
+    assert engine.run(specs(*games), ScriptedSampler()) == make_engine().run(specs(*games), ScriptedSampler())
     assert len(factory.made) == 2 and sum(environment.resets for environment in factory.made) == 9
     engine.pool.close()
 
@@ -197,7 +197,7 @@ def test_a_rollout_cut_off_leaves_no_episode_waiting() -> None:
     factory = Factory()
     engine = make_engine(factory, max_environments=1)
     with pytest.raises(KeyboardInterrupt):
-        engine.run(specs({"start": ("go", None)}, TWO_TURNS, TWO_TURNS), Player(), interrupt)
+        engine.run(specs({"start": ("go", None)}, TWO_TURNS, TWO_TURNS), ScriptedSampler(), interrupt)
     resets = sum(environment.resets for environment in factory.made)
     assert run(engine, TWO_TURNS) == [TERMINATED]
     assert sum(environment.resets for environment in factory.made) == resets + 1
@@ -210,7 +210,7 @@ def test_a_hang_costs_its_own_episode_and_frees_its_worker(hang: Any) -> None:
     """One worker; the clock of a call that waits for the worker does not run yet, or the others would time out too."""
     engine = make_engine(workers=1, timeout=SHORT)
     trajectories = engine.run(
-        specs({"answers": [go_on("up", 0.5), hang]}, TWO_TURNS, {"start": hang}, TWO_TURNS), Player()
+        specs({"answers": [go_on("up", 0.5), hang]}, TWO_TURNS, {"start": hang}, TWO_TURNS), ScriptedSampler()
     )
     assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT, TERMINATED]
     assert trajectories[0].rewards == [0.5, 0.0] and len(trajectories[0].turns) == 2
@@ -229,7 +229,7 @@ def test_a_late_answer_is_ignored_and_its_instance_never_played_again(hang: Any)
     hang.let_go.set()
     # The same key, so that the late answer would find an episode to spoil.
     for _ in range(3):
-        (trajectory,) = engine.run(specs(TWO_TURNS), Player())
+        (trajectory,) = engine.run(specs(TWO_TURNS), ScriptedSampler())
         assert (trajectory.stop_reason, trajectory.rewards) == (TERMINATED, [0.0, 1.0])
     wait_for(lambda: bool(engine.pool.outcomes(block=False)) or hung.closed == 1)
     assert [environment.resets for environment in factory.made] == [1, 3]
@@ -270,7 +270,9 @@ def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes(clock: A
     hanging: Script = {"answers": [lambda action: forever()]}
     factory = Factory(AsyncScripted)
     engine = make_engine(factory, timeout=SHORT)
-    trajectories = engine.run(specs(hanging, TWO_TURNS, hanging), Player(), lambda over: setattr(clock, "pace", 1e6))
+    trajectories = engine.run(
+        specs(hanging, TWO_TURNS, hanging), ScriptedSampler(), lambda over: setattr(clock, "pace", 1e6)
+    )
     assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT]
     clock.pace = 0.0
     assert cancelled.wait(LONG)
@@ -281,7 +283,7 @@ def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes(clock: A
 
 def test_a_timeout_of_the_environments_own_is_an_error() -> None:
     engine = make_engine(AsyncScripted, timeout=LONG)
-    (trajectory,) = engine.run(specs({"answers": [TimeoutError("its own")]}), Player())
+    (trajectory,) = engine.run(specs({"answers": [TimeoutError("its own")]}), ScriptedSampler())
     assert trajectory.stop_reason is ERROR and trajectory.error == "TimeoutError: its own"
 
 
@@ -312,7 +314,7 @@ def test_an_exit_of_an_environment_costs_its_episode(
 ) -> None:
     engine = make_engine(kind, workers=workers)
     bad: Script = {"start": exit_} if where == "start" else {"answers": [exit_]}
-    trajectories = engine.run(specs(TWO_TURNS, bad, TWO_TURNS), Player())
+    trajectories = engine.run(specs(TWO_TURNS, bad, TWO_TURNS), ScriptedSampler())
     assert reasons(trajectories) == [TERMINATED, ERROR, TERMINATED]
     assert str(trajectories[1].error).startswith(type(exit_).__name__)
     engine.pool.close()
@@ -378,7 +380,7 @@ def test_a_failing_construction_costs_only_its_own_episode(workers: int) -> None
         return made[-1]
 
     engine = make_engine(factory, workers=workers)
-    trajectories = engine.run(specs(TWO_TURNS, TWO_TURNS, TWO_TURNS), Player())
+    trajectories = engine.run(specs(TWO_TURNS, TWO_TURNS, TWO_TURNS), ScriptedSampler())
     assert reasons(trajectories) == [TERMINATED, ERROR, TERMINATED]
     assert trajectories[1].error == "OSError: no display" and trajectories[1].prompt_ids == []
 
@@ -399,7 +401,7 @@ def test_a_failed_construction_does_not_outlive_a_rollout_that_was_cut_off() -> 
 
 
 def test_an_environment_without_the_methods_is_an_error() -> None:
-    (trajectory,) = make_engine(object).run(specs({}), Player())
+    (trajectory,) = make_engine(object).run(specs({}), ScriptedSampler())
     assert trajectory.error == "AttributeError: 'object' object has no attribute 'reset'"
 
 
@@ -412,7 +414,7 @@ def test_a_rollout_cut_off_starts_no_call_that_was_waiting(hang: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.run(specs({"start": ("go", None)}, {"start": hang}, TWO_TURNS, TWO_TURNS), Player(), interrupt)
+        engine.run(specs({"start": ("go", None)}, {"start": hang}, TWO_TURNS, TWO_TURNS), ScriptedSampler(), interrupt)
     wait_for(lambda: [environment.resets for environment in factory.made] == [1, 1, 0, 0])
     hang.let_go.set()
     assert run(engine, TWO_TURNS) == [TERMINATED]
@@ -522,7 +524,7 @@ def test_limits_are_checked(options: dict[str, int], message: str) -> None:
 
 def test_an_inline_call_cannot_have_a_timeout() -> None:
     with pytest.raises(ValueError, match=r"environment_timeout=1.0.*environment_workers"):
-        make_engine(timeout=1.0).run(specs({}), Player())
+        make_engine(timeout=1.0).run(specs({}), ScriptedSampler())
     assert run(make_engine(timeout=float("inf"), workers=1), {}) == [TERMINATED]
 
 

@@ -91,7 +91,16 @@ def test_chain_and_check_take_it_too(outside: Path, embedded_model: Path, capsys
         main([NAME, "--help"])
     own, _, trls = capsys.readouterr().out.partition("options of TRL that are often set")
     assert "--baseline" in own and "Subtracted from every return" in own and "--baseline" not in trls
-    options = ["--environment", "agile:probe/constant", "--episodes", "2", "--player", "expert", "--max_turns", "1"]
+    options = [
+        "--environment",
+        "agile:probe/constant",
+        "--episodes",
+        "2",
+        "--scripted_policy",
+        "expert",
+        "--max_turns",
+        "1",
+    ]
     assert main(["check", NAME, *options, "--max_new_tokens", "4", "--baseline", "0.25"]) in (0, 1)
     assert f"Algorithm {NAME}" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.rollout.agents.scripted_policies import play_agent
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -127,19 +127,19 @@ def changes_every_call(played: Sequence[Trajectory], tokenizer: PreTrainedTokeni
     return None
 
 
-def player_scores(
-    factory: EnvironmentFactory, players: Mapping[str, Player], specs: Sequence[EpisodeSpec]
+def policy_scores(
+    factory: EnvironmentFactory, policies: Mapping[str, ScriptedPolicy], specs: Sequence[EpisodeSpec]
 ) -> dict[str, tuple[float, float | None]]:
     """Play an agent's episodes with functions in the model's place. Return each one's mean reward and success, if reported.
 
     Args:
         factory: The agent.
-        players: Functions by name.
+        policies: Functions by name.
         specs: The episodes.
     """
     scores = {}
-    for name, player in players.items():
-        episodes = [play_agent(factory, player, [spec.seed], spec.options)[0] for spec in specs]
+    for name, policy in policies.items():
+        episodes = [play_agent(factory, policy, [spec.seed], spec.options)[0] for spec in specs]
         told = any("success" in episode.info for episode in episodes)
         success = fmean(episode.success for episode in episodes) if told else None
         scores[name] = fmean(episode.reward for episode in episodes), success

@@ -48,7 +48,7 @@ from agile_trainers.trainers.setup import training_rows
 
 _EPISODES, _OF_AGENTS = 16, 2
 """Number of episodes that are played, and of those of an agent."""
-PLAYERS = ("auto", "model", "random", "expert")
+POLICIES = ("auto", "model", "random", "expert")
 
 
 @with_args
@@ -57,13 +57,14 @@ class CheckArguments:
     """Options of a check, beside those of training."""
 
     episodes: int | None = option(None, "Number of episodes to play. Default: 16, of an agent 2.")
-    player: str = option(
+    scripted_policy: str = option(
         "auto",
-        "Player of the episodes: the `model`, the environment's `random` or `expert` player, or `auto`. `auto` is the "
-        "model if one is named, otherwise the random player, or the embedded model if there is none. With `gpu_memory` on a "
+        "Plays the episodes: the environment's scripted policy `random` or `expert`, the `model`, or `auto`. `auto` is the "
+        "model if one is named, otherwise the random policy, or the embedded model if there is none. With `gpu_memory` on a "
         "machine without a GPU, which is to plan for another machine, no weights are loaded: it is the random or "
-        "expert player then, if the environment has one.",
+        "expert policy then, if the environment has one.",
     )
+    player: str | None = option(None, "The earlier name of `scripted_policy`, an error now.")
     time_limit: float = option(
         30.0,
         "Seconds a call of the environment may take, unless `environment_timeout` is set. An agent's episode may take "
@@ -86,8 +87,10 @@ class CheckArguments:
             raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
         if self.episodes is not None and self.episodes < 2:
             raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
-        if self.player not in PLAYERS:
-            raise ValueError(f"player must be one of {', '.join(PLAYERS)}, got {self.player!r}.")
+        if self.player is not None:
+            raise ValueError(f"player is called scripted_policy: set scripted_policy={self.player!r}.")
+        if self.scripted_policy not in POLICIES:
+            raise ValueError(f"scripted_policy must be one of {', '.join(POLICIES)}, got {self.scripted_policy!r}.")
         if not self.time_limit > 0:
             raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
 
@@ -185,7 +188,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         for finding in unlikely_to_learn(args, adapter=model.use_peft):
             report.warning(finding)
         check_needed(parser, algorithm, script=script, model=model)
-        player = check.player if check.player != "auto" else "model" if named and not elsewhere else "random"
+        policy = check.scripted_policy
+        if policy == "auto":
+            policy = "model" if named and not elsewhere else "random"
         if args.use_vllm and not is_vllm_available():
             report.warning(
                 "vLLM is not installed here; the machine that trains needs pip install 'agile-trainers[vllm]'."
@@ -221,7 +226,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 eos_token_ids=ends,
                 rows=rows[name],
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
-                player="model" if is_agent(factory) and check.player == "auto" else player,
+                policy="model" if is_agent(factory) and check.scripted_policy == "auto" else policy,
                 time_limit=check.time_limit,
                 gpu_memory=check.gpu_memory,
                 launch=launch,

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
-from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, player_scores
+from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     Serving,
@@ -38,7 +38,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment, describe_error
-from agile_trainers.envs.scripted_policies import Player, known_players
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import Finding, findings_before
 from agile_trainers.monitor.reporting import training_summary
@@ -47,7 +47,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, probe_e
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
-from agile_trainers.rollout.scripted_policies import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.rollout.spec import Chat, EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
@@ -59,8 +59,8 @@ ALMOST = 0.85
 """Share of a GPU from which a plan is warned of: fragmentation and the libraries' own memory come on top of it."""
 SERVER_SHARE = 0.9
 """Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
-PLAYERS_EPISODES = 16
-"""Number of an agent's episodes that its players play, which need no model."""
+POLICY_EPISODES = 16
+"""Number of an agent's episodes that its policies play, which need no model."""
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
 
@@ -82,7 +82,7 @@ class Run:
     rows: list[dict[str, Any]] | None
     """Data set rows, passed to ``reset``; None without a data set."""
     episodes: int
-    player: str
+    policy: str
     """``model``, ``random`` or ``expert``."""
     time_limit: float
     """Seconds for one call of the environment."""
@@ -197,22 +197,22 @@ def check_run(report: Report, run: Run) -> None:
     if not check_protocol(report, run) or not check_conversation(report, run):
         return
     instance = run.factory()
-    players = known_players(instance)
-    if run.player == "random" and "random" not in players:
-        run.player = "expert" if "expert" in players and not run.named else "model"
-    if run.player != "model" and run.player not in players:
-        report.problem(f"{run.environment} comes with no {run.player} player; choose --player model.")
+    policies = known_policies(instance)
+    if run.policy == "random" and "random" not in policies:
+        run.policy = "expert" if "expert" in policies and not run.named else "model"
+    if run.policy != "model" and run.policy not in policies:
+        report.problem(f"{run.environment} comes with no {run.policy} policy; choose --scripted_policy model.")
         return
-    report.section(f"Play: {run.episodes} episodes by the {run.player}{'' if run.player == 'model' else ' player'}")
+    report.section(f"Play: {run.episodes} episodes by the {run.policy}{'' if run.policy == 'model' else ' policy'}")
     try:
-        played = model_plays(run) if run.player == "model" else player_plays(run, run.player)
+        played = model_plays(run) if run.policy == "model" else policy_plays(run, run.policy)
     except (OSError, ValueError, SafetensorError) as error:
-        report.problem(f"The {run.player} cannot play: {error}")
+        report.problem(f"The {run.policy} cannot play: {error}")
         return
     check_play(report, run, played)
     report_rewrites(report, run, played)
     check_determinism(report, run, played)
-    scores = {run.player: played, **{name: player_plays(run, name) for name in players if name != run.player}}
+    scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
     check_scores(report, run, scores)
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
@@ -225,8 +225,10 @@ def check_agent(report: Report, run: Run) -> None:
     """Write the sections of an agent, which is played by the model alone."""
     if not check_conversation(report, run):
         return
-    if run.player != "model":
-        report.problem(f"{run.environment} is an agent, whose calls the model answers here; choose --player model.")
+    if run.policy != "model":
+        report.problem(
+            f"{run.environment} is an agent, whose calls the model answers here; choose --scripted_policy model."
+        )
         return
     report.section(f"Play: {run.episodes} episodes by the model")
     try:
@@ -250,11 +252,11 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the first episode, played again with the same noise, differs: {differs}.")
     else:
         report.line("the first episode, played again with the same noise, made the same calls", "repeats")
-    others = evaluation_specs(run.args.seed, PLAYERS_EPISODES, run.rows, 0, 1)
+    others = evaluation_specs(run.args.seed, POLICY_EPISODES, run.rows, 0, 1)
     try:
-        scores = player_scores(run.factory, known_players(run.factory()), others)
-    except Exception as error:  # the agent's own, or its player's
-        report.warning(f"the agent's players cannot play it: {describe_error(error)}")
+        scores = policy_scores(run.factory, known_policies(run.factory()), others)
+    except Exception as error:  # the agent's own, or its policy's
+        report.warning(f"the agent's policies cannot play it: {describe_error(error)}")
         scores = {}
     check_scores(report, run, {"model": played}, scores)
     report.section("Tokens of an episode")
@@ -310,13 +312,13 @@ def check_conversation(report: Report, run: Run) -> bool:
     return True
 
 
-def player_plays(run: Run, name: str) -> list[Trajectory]:
-    """Play the episodes with one of the environment's players."""
+def policy_plays(run: Run, name: str) -> list[Trajectory]:
+    """Play the episodes with one of the environment's policies."""
 
-    def choose(environment: Environment) -> Player:
-        return known_players(environment)[name]
+    def choose(environment: Environment) -> ScriptedPolicy:
+        return known_policies(environment)[name]
 
-    return play_in_seat(run.engine, run.factory, choose, run.specs(), run.tokenizer)
+    return play_scripted(run.engine, run.factory, choose, run.specs(), run.tokenizer)
 
 
 def model_plays(run: Run) -> list[Trajectory]:
@@ -479,8 +481,8 @@ def check_scores(
     scores: dict[str, list[Trajectory]],
     others: Mapping[str, tuple[float, float | None]] | None = None,
 ) -> None:
-    """Report the players' scores, and check that returns differ. ``others`` have a mean return and success each."""
-    report.section("Players")
+    """Report the policies' scores, and check that returns differ. ``others`` have a mean return and success each."""
+    report.section("Policies")
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
     for name, episodes in scores.items():
@@ -494,33 +496,33 @@ def check_scores(
         table.add_row(f"  {name}", f"{mean:+.3f}", "-" if solved is None else f"{solved:.1%}")
         means[name] = mean
     report.show(table)
-    if len(scores) == 1 and not others and run.player == "model":
-        report.line("There is no other player to compare with.")
-    for name in scores.keys() - {run.player}:
+    if len(scores) == 1 and not others and run.policy == "model":
+        report.line("There is no other policy to compare with.")
+    for name in scores.keys() - {run.policy}:
         cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)
         if cut:
-            report.warning(f"{cut} answers of the {name} player were cut at max_new_tokens={run.args.max_new_tokens}.")
+            report.warning(f"{cut} answers of the {name} policy were cut at max_new_tokens={run.args.max_new_tokens}.")
     if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
-        report.warning("the expert is not better than the random player: check the limits and the rewards.")
-    own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
+        report.warning("the expert is not better than the random policy: check the limits and the rewards.")
+    own = {episode.episode_return for episode in scores[run.policy] if not episode.stop_reason.failed}
     named = run.named and not is_agent(run.factory)  # whose few episodes may well have the same return
-    of_model = run.player == "model" and named
-    found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.player]], 0), run.args)
+    of_model = run.policy == "model" and named
+    found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.policy]], 0), run.args)
     policy = [finding for finding in found if finding.name in OF_POLICY]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
     told = f"there is no learning signal. {told} (docs/troubleshooting.md) --episodes plays more."
     if of_model and len(own) == 1:
-        # Scores of other players do not matter: advantages compare the model's own episodes.
+        # Scores of other policies do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
     elif len(set(returns)) == 1:
-        # Equal returns are expected of an untrained model or a random player.
+        # Equal returns are expected of an untrained model or a random policy.
         tell = report.problem if named or "expert" in scores else report.warning
         tell(f"all {len(returns)} episodes returned {returns[0]:g}: {told}")
     elif of_model:
         report.diagnosis(policy)
     elif len(own) == 1:
         report.warning(
-            f"every episode that the {run.player} played has the same return; such a group gives no gradient."
+            f"every episode that the {run.policy} played has the same return; such a group gives no gradient."
         )
 
 

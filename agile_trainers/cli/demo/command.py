@@ -24,7 +24,7 @@ from transformers import PrinterCallback
 from transformers.utils import logging
 from trl import SFTTrainer
 
-from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
+from agile_environments.guess_number import LEVELS, demonstrations, halving_policy, random_policy
 from agile_trainers import embedded
 from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
@@ -36,10 +36,10 @@ from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.scripted_policies import play_in_seat
+from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
@@ -132,15 +132,15 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> DemoScore:
-    """Let a scripted player play in the model's seat, within the trainer's limits."""
+def scripted_score(name: str, policy: ScriptedPolicy, trainer: MultiTurnGRPOTrainer, episodes: int) -> DemoScore:
+    """Let a scripted policy answer in place of the model, within the trainer's limits."""
     tokenizer, options = trainer.processing_class, EpisodeOptions.of_args(trainer.args)
 
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
         return build_engine(options, options.make_pool(factory), tokenizer)
 
     specs = [EpisodeSpec(index, (index,), {"secret": index % HIGH + 1}) for index in range(episodes)]
-    games = play_in_seat(engine, make_environment_factory(ENVIRONMENT), lambda _: player, specs, tokenizer)
+    games = play_scripted(engine, make_environment_factory(ENVIRONMENT), lambda _: policy, specs, tokenizer)
     return DemoScore(
         name, sum(bool(game.success) for game in games) / episodes, sum(g.episode_return for g in games) / episodes
     )
@@ -182,13 +182,13 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
 
     trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
     scores = {
-        "random": scripted_score("random play", random_player, trainer, budget.eval_episodes),
+        "random": scripted_score("random play", random_policy, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),
     }
     with show_table(trainer, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
     scores["rl"] = model_score("after RL", trainer)
-    scores["optimal"] = scripted_score("optimal play", halving_player, trainer, budget.eval_episodes)
+    scores["optimal"] = scripted_score("optimal play", halving_policy, trainer, budget.eval_episodes)
 
     for key in ("random", "optimal"):
         of = scores[key]

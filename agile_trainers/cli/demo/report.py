@@ -18,7 +18,7 @@ LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 
 @dataclass(frozen=True)
 class DemoScore:
-    """Result of a player."""
+    """Result of the model or a scripted policy."""
 
     name: str
     success: float

@@ -15,7 +15,7 @@ from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.envs.libraries import LIBRARIES, check_arguments
 from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
 from agile_trainers.envs.libraries.global_random import OwnRandomState
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 
 _MOVES = ("up", "down", "left", "right")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -154,8 +154,8 @@ class GemEnvironment:
         success = self._return > 1.0 - 1e-6
         return observation, float(reward), terminated, truncated, {**_without_suffix(info), "success": success}
 
-    def players(self) -> dict[str, Player]:
-        """Return the random player, whose actions have the right format and do not depend on the board, for the games."""
+    def scripted_policies(self) -> dict[str, ScriptedPolicy]:
+        """Return the random policy, whose actions have the right format and do not depend on the board, for the games."""
         draw = _RANDOM_ACTIONS.get(self.name.removeprefix("game:").partition("-")[0])
         return {} if draw is None else {"random": lambda messages, rng: f"\\boxed{{{draw(self.game, rng)}}}"}
 

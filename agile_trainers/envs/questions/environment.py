@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_options
 from agile_trainers.envs.questions.answers import exact_match
 from agile_trainers.envs.questions.rows import TRAIN, Row, Rows, check_column, load_rows
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.types import Message
 
 if TYPE_CHECKING:
@@ -231,12 +231,12 @@ class ReasoningEnvironment:
             return self.demonstration(row)
         return self.demonstration.format_map({**row, "answer": self.answer_to(row)})
 
-    def players(self) -> dict[str, Player]:
-        """Return a player of the ideal answer and, if there are rows, one of a random question's ideal answer."""
-        players: dict[str, Player] = {"expert": lambda messages, rng: self.ideal(self._current)}
+    def scripted_policies(self) -> dict[str, ScriptedPolicy]:
+        """Return a policy of the ideal answer and, if there are rows, one of a random question's ideal answer."""
+        policies: dict[str, ScriptedPolicy] = {"expert": lambda messages, rng: self.ideal(self._current)}
         if self.rows is not None:
-            players["random"] = lambda messages, rng: self.ideal(self._of_seed(rng.randrange(2**31)))
-        return players
+            policies["random"] = lambda messages, rng: self.ideal(self._of_seed(rng.randrange(2**31)))
+        return policies
 
     def wrong(self, row: Row, rng: random.Random) -> str:
         """Return a completion with a lower reward than the ideal one: the ideal answer to another question.

@@ -16,7 +16,7 @@ from typing import Any
 from agile_trainers.envs.agent import Agent, Endpoint, Model, Task, agent_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import validate_result
-from agile_trainers.envs.scripted_policies import Player
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.rollout.agents.replies import as_message, cut_at_stop, tool_calls
 from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, Ticket
 from agile_trainers.rollout.agents.server import AgentServer
@@ -39,14 +39,14 @@ class PlayedAgent:
 
 
 def play_agent(
-    agent: EnvironmentFactory | Agent, player: Player, seeds: Iterable[int], row: dict[str, Any] | None = None
+    agent: EnvironmentFactory | Agent, policy: ScriptedPolicy, seeds: Iterable[int], row: dict[str, Any] | None = None
 ) -> list[PlayedAgent]:
     """Let an agent play episodes, one after the other, in which a function answers its requests.
 
     Args:
         agent: The agent, or what :func:`~agile_trainers.envs.registry.make_environment_factory` makes of its id.
-        player: Gives the answers, with tool calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-        seeds: Of the episodes; the player's random generator is seeded with them, too.
+        policy: Gives the answers, with tool calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+        seeds: Of the episodes; the policy's random generator is seeded with them, too.
         row: The dataset row of all episodes.
 
     Returns:
@@ -62,7 +62,7 @@ def play_agent(
         raise ValueError(
             f"{agent!r} is no agent. Episodes of other environments are played by agile_trainers.envs.play."
         )
-    play = partial(asyncio.run, _play(found, player, seeds, row))
+    play = partial(asyncio.run, _play(found, policy, seeds, row))
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -71,7 +71,9 @@ def play_agent(
         return thread.submit(play).result()
 
 
-def demonstrate_agent(agent: EnvironmentFactory | Agent, player: Player, seeds: Iterable[int]) -> list[dict[str, Any]]:
+def demonstrate_agent(
+    agent: EnvironmentFactory | Agent, policy: ScriptedPolicy, seeds: Iterable[int]
+) -> list[dict[str, Any]]:
     """Play an episode per seed, as rows for TRL's ``SFTTrainer``.
 
     Returns:
@@ -79,7 +81,7 @@ def demonstrate_agent(agent: EnvironmentFactory | Agent, player: Player, seeds: 
         of a conversation without tools has None for them.
     """
     rows = []
-    for episode in play_agent(agent, player, seeds):
+    for episode in play_agent(agent, policy, seeds):
         calls = episode.calls
         for place, call in enumerate(calls):
             if not any(_goes_on(later, call) for later in calls[place + 1 :]):
@@ -92,8 +94,10 @@ def _goes_on(later: dict[str, Any], call: dict[str, Any]) -> bool:
     return bool(later["tools"] == call["tools"] and later["messages"][: len(said)] == said)
 
 
-async def _play(agent: Agent, player: Player, seeds: Iterable[int], row: dict[str, Any] | None) -> list[PlayedAgent]:
-    exchange = _Played(agent, player)
+async def _play(
+    agent: Agent, policy: ScriptedPolicy, seeds: Iterable[int], row: dict[str, Any] | None
+) -> list[PlayedAgent]:
+    exchange = _Played(agent, policy)
     environment = agent()
     episodes = []
     with AgentServer(exchange) as server:
@@ -106,10 +110,10 @@ async def _play(agent: Agent, player: Player, seeds: Iterable[int], row: dict[st
 
 
 class _Played:
-    """Answers requests with a player, in the server's thread."""
+    """Answers requests with a policy, in the server's thread."""
 
-    def __init__(self, agent: Agent, player: Player) -> None:
-        self._agent, self._player = agent, player
+    def __init__(self, agent: Agent, policy: ScriptedPolicy) -> None:
+        self._agent, self._policy = agent, policy
         self._episodes: dict[str, tuple[PlayedAgent, random.Random]] = {}
 
     def admit(self, seed: int) -> tuple[str, PlayedAgent]:
@@ -127,12 +131,12 @@ class _Played:
         try:
             choices = tuple(self._choice(ticket.request, episode, rng) for _ in range(ticket.request.n))
         except Exception as error:
-            ticket.answer.set_exception(Refusal(f"The player failed: {type(error).__name__}: {error}"))
+            ticket.answer.set_exception(Refusal(f"The policy failed: {type(error).__name__}: {error}"))
             return
         ticket.answer.set_result(Answer(secrets.token_hex(12), ticket.request.model, int(time.time()), choices))
 
     def _choice(self, request: ChatRequest, episode: PlayedAgent, rng: random.Random) -> Choice:
-        text, stop = cut_at_stop(self._player(request.messages, rng), request.stop)
+        text, stop = cut_at_stop(self._policy(request.messages, rng), request.stop)
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
             text, calls = tool_calls(text, len(episode.calls).to_bytes(4))

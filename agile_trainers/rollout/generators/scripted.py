@@ -1,4 +1,4 @@
-"""A generator that answers from a function, for tests and scripted players."""
+"""A generator that answers from a function, for tests and scripted policies."""
 
 from __future__ import annotations
 

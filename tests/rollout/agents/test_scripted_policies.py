@@ -46,21 +46,21 @@ def test_every_call_is_kept_with_its_tools_and_a_conversation_is_one_row() -> No
         ask(model, [user("alone")], n=2)
         return {"reward": float(second["message"]["content"]), "success": True}
 
-    def player(messages: list[Any], rng: Any) -> str:
+    def policy(messages: list[Any], rng: Any) -> str:
         return ROLL if len(messages) == 1 and messages[0]["content"] != "alone" else messages[-1]["content"]
 
-    (episode,) = play_agent(Agent(solve), player, [7], {"a": 1})
+    (episode,) = play_agent(Agent(solve), policy, [7], {"a": 1})
     asked = [[one["content"] for one in call["messages"]] for call in episode.calls]
     begun = ["{'a': 1} 7", ""]
     assert asked == [begun, [*begun, "6", "6"], ["alone", "alone"], ["alone", "alone"]]
     assert [call["tools"] for call in episode.calls] == [[TOOL], [TOOL], [], []]
     assert (episode.reward, episode.success) == (6.0, True)
-    rows = demonstrate_agent(Agent(solve), player, [7])
+    rows = demonstrate_agent(Agent(solve), policy, [7])
     assert [row["messages"][-1]["content"] for row in rows] == ["6", "alone"]
     assert json.loads(rows[0]["tools"]) == [TOOL] and rows[1]["tools"] is None
 
 
-def test_players_draw_by_the_seed_alone() -> None:
+def test_policies_draw_by_the_seed_alone() -> None:
     def solve(model: Model, task: Task) -> float:
         return sum(float(ask(model, [user("?")])[0]["message"]["content"]) for _ in range(3))
 
