@@ -98,6 +98,16 @@ CLOCK = "tests/trainers/test_ahead_clock.py"
 
 MUTATIONS = [
     Mutation(
+        "eval_greedy has no effect", "trainers/evaluation.py",
+        "sample = not (args.eval_greedy if greedy is None else greedy)", "sample = not greedy",
+        "tests/trainers/test_evaluate_policy.py -k eval_greedy",
+    ),
+    Mutation(
+        "activations stay on the GPU", "trainers/setup.py",
+        "get_act_offloading_ctx_manager(model=model) if args.activation_offload else nullcontext()",
+        "nullcontext()", "tests/trainers/test_on_a_pretended_gpu.py -k offloaded",
+    ),
+    Mutation(
         "one batch fewer is ahead", "step/ahead.py",
         "due = min(generation + self._ahead, last)",
         "due = min(generation + max(self._ahead - 1, 0), last)", f"{CLOCK} -k heavy",

@@ -194,7 +194,7 @@ class PretendedGPU:
 
     def _like(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
-        def made(tensor: torch.Tensor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        def made(tensor: torch.Tensor, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
             place, there = _place(device), {} if device is None else {"device": _real(device)}
             with self._explicitly():
                 return _mark(make(tensor, *args, **there, **kwargs), place or _where(tensor))

@@ -73,6 +73,18 @@ def by_trainer(trainer: MultiTurnTrainer, **options: Any) -> tuple[dict[str, flo
     return metrics, played
 
 
+def test_eval_greedy_makes_evaluations_take_the_likeliest_token(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, eval_greedy=True, num_eval_episodes=4)
+    _, played = by_trainer(trainer)
+    for episode in played:
+        with torch.no_grad():
+            logits = trainer.model(torch.tensor([episode.prompt_ids + episode.completion_ids])).logits[0]
+        likeliest = logits[len(episode.prompt_ids) - 1 : -1].argmax(dim=-1)
+        sampled = torch.cat([torch.arange(turn.start, turn.end) for turn in episode.turns])
+        assert likeliest[sampled].tolist() == [episode.completion_ids[place] for place in sampled]
+    assert said(played) == said(by_trainer(trainer, greedy=True)[1]) != said(by_trainer(trainer, greedy=False)[1])
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("source", ["object", "folder"])
 def test_the_episodes_are_those_of_the_trainer(trained: MultiTurnTrainer, source: str, greedy: bool) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from games import make_trainer
+from games import Gradients, make_trainer
 from ppo_games import make_ppo
 from pretended_gpu import GPU, PretendedGPU, on_gpu
 from transformers import AutoModelForCausalLM
@@ -122,6 +123,49 @@ def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
     waits = Counter(gpu.waits)
     assert all(on_gpu(weight) for weight in trainer.model.parameters())
     assert sum(waits.values()) <= limit, waits.most_common()
+
+
+class Stream:
+    """A stream that does at once what it is given, and an event of it."""
+
+    def record_event(self) -> Stream:
+        return self
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    wait_event = wait_stream
+
+
+def test_offloaded_activations_give_the_same_gradients(gpu, embedded_model, tmp_path, episodes, monkeypatch):
+    """TRL's hooks move what the backward pass needs to the CPU and back."""
+    for name in ("Stream", "current_stream", "default_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    steps, moved = [], Counter[bool]()
+    for offload in (False, True):
+        seen = Gradients()
+        options = {"use_cpu": False, "max_steps": 1, "gradient_checkpointing": False, "sequence_packing": "none"}
+        trainer = make_trainer(
+            embedded_model, tmp_path / str(offload), activation_offload=offload, callbacks=[seen], **options
+        )
+        backward = trainer.accelerator.backward
+
+        def watched(loss: torch.Tensor, backward=backward, trainer=trainer, **given: Any) -> None:
+            for kept, is_moved, *_ in trainer._offloading.tracker.values() if trainer.args.activation_offload else ():
+                moved[is_moved] += 1
+                assert on_gpu(kept) is not is_moved
+            backward(loss, **given)
+
+        monkeypatch.setattr(trainer.accelerator, "backward", watched)
+        trainer.update(episodes)
+        steps.append(seen.steps[0])
+    assert moved[True] > 20
+    assert steps[0].keys() == steps[1].keys()
+    assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
 
 
 def test_a_rollout_decodes_as_many_episodes_as_fit_into_free_memory(gpu, embedded_model, tmp_path, monkeypatch):

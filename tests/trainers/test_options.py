@@ -82,6 +82,16 @@ def test_every_option_is_set_by_a_test() -> None:
     assert not {name for name in ours if not re.search(rf"\b{name}=|\"(--)?{name}\"|\b{name}: ", tests)}
 
 
+def test_every_option_of_ours_has_its_reason_on_a_page() -> None:
+    """A sentence outside the tables of options, and not only the name of AgileRL's option that it stands for."""
+    trl = {one.name for one in fields(GRPOConfig)}
+    pages = (path.read_text() for path in (*DOCS.rglob("*.md"), DOCS.parent / "README.md") if path.name != "agilerl.md")
+    prose = "".join(re.sub(r"<!-- begin: options of .*?<!-- end -->", "", page, flags=re.S) for page in pages)
+    ours = {one.name for config in CONFIGS.values() for one in own_options(config)} - trl
+    assert len(ours) > 50
+    assert not {name for name in ours if not re.search(rf"\b{name}\b", prose)}
+
+
 def test_tables_in_the_docs_are_up_to_date() -> None:
     """``make docs-tables`` writes them."""
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
