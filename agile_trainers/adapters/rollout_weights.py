@@ -115,7 +115,7 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
 
 @contextmanager
 def _holding(copies: _Copies) -> Iterator[None]:
-    """Let modules hold copies in the place of parameters."""
+    """Replace parameters of modules by copies inside the block."""
     own = {key: key[0]._parameters[key[1]] for key in copies}
     try:
         for (module, name), copy in copies.items():

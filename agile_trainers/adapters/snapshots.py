@@ -41,7 +41,7 @@ class Snapshots:
 
     @contextmanager
     def holding(self, version: int | None) -> Iterator[None]:
-        """Let the model compute with a version; its own weights come back to the bit. None: with its own.
+        """Make the model compute with a version inside the block (None: as it is). Its own weights are bit-equal afterwards.
 
         Where a rollout holds other parameters of the policy's names, such as casts, these are replaced.
         """

@@ -1,4 +1,4 @@
-"""Writes the paths of an episode so that what they share is there once."""
+"""Compresses the paths of an episode: a prefix that several of them share is stored once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agile_trainers.types import path_nodes
 
 
 def packed_paths(paths: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Write each path as the beginning that it shares with an earlier one, and its other tokens.
+    """Store each path as the length of the prefix that it shares with an earlier one, and its other tokens.
 
     Args:
         paths: Token ids of each, at least one.

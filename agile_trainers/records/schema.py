@@ -173,7 +173,7 @@ def _near(rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _joined(values: Sequence[Any], kind: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Put sequences of numbers, None where there is none, and masked arrays behind each other.
+    """Concatenate sequences of numbers and masked arrays; None stands for a missing one.
 
     Rows are joined before anything is computed: NumPy's masked arrays cost 20 microseconds an operation.
 

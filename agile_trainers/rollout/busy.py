@@ -23,14 +23,14 @@ class BusyMeter:
         self._busy, self._since, self._taken = 0.0, 0.0, clock()
 
     def begin(self, key: Hashable) -> None:
-        """Let an activity begin; one that goes on goes on."""
+        """Note that an activity begins. One that is under way already is not begun again."""
         with self._lock:
             if not self._active:
                 self._since = self._clock()
             self._active.add(key)
 
     def end(self, key: Hashable) -> None:
-        """Let an activity end; unknown ones are ignored."""
+        """Note that an activity ends; unknown ones are ignored."""
         with self._lock:
             if key in self._active:
                 self._active.remove(key)
@@ -43,7 +43,7 @@ class BusyMeter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let a block be an activity."""
+        """Count the block as an activity."""
         key = object()
         self.begin(key)
         try:

@@ -147,7 +147,7 @@ class EnvironmentPool:
         self._threads = _Threads()
 
     def another(self) -> EnvironmentPool:
-        """Make a pool of the same environments and limits, whose episodes know nothing of those of this one."""
+        """Make a pool of the same environments and limits, whose episodes are independent of those of this one."""
         most = None if self.processes or self.max_environments == sys.maxsize else self.max_environments
         factories: Any = self._made  # of one environment, its name is None
         pool = EnvironmentPool(factories, self.workers, self.timeout, processes=self.processes, max_environments=most)

@@ -226,7 +226,7 @@ class SteppedRollout:
             set_noise_state(self._episodes[key].noise, record.noise)
 
     def _go_on(self, key: int, episode: _Episode) -> list[GenerationRequest]:
-        """Return the request that an episode has come to, or see whether it has ended."""
+        """Return the next request of an episode, if there is one. Otherwise end the episode if it is over."""
         requests = []
         if episode.asked is not None and episode.stop_reason is None:
             if episode.room < 1:

@@ -213,7 +213,7 @@ class ServedPolicy(ABC):
         return total
 
     def _drop_adapter(self, adapter: Any) -> None:
-        """Serve an adapter of :meth:`serve_versions` no longer."""
+        """Unload an adapter that :meth:`serve_versions` has loaded."""
         self._adapters().drop_adapter(adapter)
 
     def close(self) -> None:

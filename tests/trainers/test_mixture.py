@@ -327,7 +327,11 @@ def test_options_that_cannot_be_are_refused_by_the_configuration(tmp_path, chang
         ),
         ({"environment_weights": {"lwo": 1.0}}, ["low"], "environment_weights names 'lwo'"),
         ({"environment_weights": {"low": 1.0}}, ["low", "high"], "leaves out 'high'"),
-        ({"environment_weights": {"low": 1.0}}, None, "environment_weights names 'low'.*Pass several environments by name"),
+        (
+            {"environment_weights": {"low": 1.0}},
+            None,
+            "environment_weights names 'low'.*Pass several environments by name",
+        ),
         ({"environment_limits": LIMITS, "max_turns": 5}, [*LIMITS], "max_turns=5 has no effect"),
         ({"environment_limits": LIMITS, "max_completion_length": 9}, [*LIMITS], "= 3 of the longest"),
     ],

@@ -101,7 +101,7 @@ class _Sample:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request with all that asked for its answer, the first time and again."""
+    """A request and the tickets of all that wait for its answer: of the first time it was sent, and of repetitions."""
 
     request: ChatRequest
     digest: bytes
@@ -614,7 +614,7 @@ def refuse_request(ticket: Ticket, refusal: Refusal) -> None:
 def noise_of(
     stream: tuple[int, ...], prompt: bytes, occurrence: Sequence[int], *, trained: bool = True
 ) -> np.random.Generator:
-    """Return the sampling noise of one answer, whatever else is sampled at the time.
+    """Return the sampling noise of one answer. It does not depend on what else is sampled at the time.
 
     Args:
         stream: The episode's.

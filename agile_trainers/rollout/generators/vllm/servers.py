@@ -65,7 +65,7 @@ class VllmServers(AdapterHost[str]):
         self.files.delete(adapter)
 
     def drop_left(self) -> None:
-        """Serve the adapters no longer that killed processes have left in the folder, and delete their files."""
+        """Unload the adapters that killed processes have left in the folder, and delete their files."""
         for folder in self.files.left():
             for adapter in sorted(path.name for path in folder.iterdir()):
                 self._on_each(partial(_unload_if_served, adapter))
