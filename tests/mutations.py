@@ -579,7 +579,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that are not scored counted in the mismatch", "trainers/trainer.py",
-        "counted = trained & scores", "counted = trained | scores", f"{MISMATCH} -k not_read",
+        "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH} -k not_read",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
@@ -1995,7 +1995,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the sampler is compared with the policy of the update", "trainers/trainer.py",
-        "scores.old if scores.snapshot is None else scores.snapshot", "scores.old",
+        "log_probs.old if log_probs.snapshot is None else log_probs.snapshot", "log_probs.old",
         "tests/trainers/test_batches_ahead.py -k policy_that_played",
     ),
     Mutation(

@@ -75,7 +75,7 @@ class RolloutState:
     """State of a :class:`~agile_trainers.monitor.health_checks.HealthChecks`."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
-    pass_tokens: int | None = None
+    token_budget: int | None = None
     """Tokens of a forward pass of the update; None if that is not decided."""
     rows: int | None = None
     """Episodes that are decoded at the same time; None for all."""
@@ -410,7 +410,7 @@ class RunCheckpoints:
                 "position": position,
                 "watch": rollout.health,
                 "skipped_steps": rollout.skipped_steps,
-                "pass_tokens": rollout.pass_tokens,
+                "pass_tokens": rollout.token_budget,
                 "rows": rollout.rows,
                 "packing": rollout.packing,
                 "tasks": rollout.tasks,

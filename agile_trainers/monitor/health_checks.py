@@ -19,7 +19,7 @@ from transformers.utils import logging
 from agile_trainers.evaluation.diagnosis import Diagnosis, Finding
 from agile_trainers.objectives.prompt_information import prompt_information
 from agile_trainers.rollout.collate import collate
-from agile_trainers.step.log_probs import Models, Scorer
+from agile_trainers.step.log_probs import LogProbPasses, Models
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 logger = logging.get_logger(__name__)
@@ -83,14 +83,16 @@ class PolicyMeasurements:
     One measurement reads up to ``PAIRS`` squared plus ``LANDMARKS`` rows of a prompt and an answer, over all processes.
 
     Args:
-        scorer: Computes log-probabilities.
+        log_probs: Computes log-probabilities.
         accelerator: The trainer's.
         every: Generation batches from one measurement to the next, of which ``EARLY`` is one more; 0 for none.
         token_ids: Ids of the padding and of the end of an answer.
     """
 
-    def __init__(self, scorer: Scorer, accelerator: Accelerator, every: int, token_ids: tuple[int, int]) -> None:
-        self._scorer, self._accelerator, self._every, self._token_ids = scorer, accelerator, every, token_ids
+    def __init__(
+        self, log_probs: LogProbPasses, accelerator: Accelerator, every: int, token_ids: tuple[int, int]
+    ) -> None:
+        self._passes, self._accelerator, self._every, self._token_ids = log_probs, accelerator, every, token_ids
         self._landmarks: list[PromptedAnswer] = []
         self._first: list[list[float]] = []
         self.rows = 0
@@ -149,13 +151,13 @@ class PolicyMeasurements:
             [_episode(answer) for answer in own],
             pad_token_id=pad,
             end_token_id=end,
-            pad_to_multiple_of=self._scorer.pad_to_multiple_of,
+            pad_to_multiple_of=self._passes.pad_to_multiple_of,
             device=self._accelerator.device,
         )
-        scores = self._scorer.score(models, batch, old=True, reference=False).old
-        assert scores is not None
+        computed = self._passes.compute(models, batch, old=True, reference=False).old
+        assert computed is not None
         self.rows += share
-        kept = [row[: len(answer.answer_ids)] for row, answer in zip(scores.tolist(), own)]
+        kept = [row[: len(answer.answer_ids)] for row, answer in zip(computed.tolist(), own)]
         return gather_object(kept)[: len(answers)]
 
     def state(self) -> dict[str, Any]:

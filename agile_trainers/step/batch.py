@@ -13,7 +13,7 @@ from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.drift import corrected_drift
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.types import TurnBatch
 
@@ -30,30 +30,35 @@ def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
     return batch.valid_mask & ~batch.truncated[:, None] if args.mask_truncated_completions else batch.valid_mask
 
 
-def penalize(batch: TurnBatch, scores: Scores, args: Any, accelerator: Accelerator) -> dict[str, float]:
+def penalize(batch: TurnBatch, log_probs: BatchLogProbs, args: Any, accelerator: Accelerator) -> dict[str, float]:
     """Subtract the divergence from the reference from the turns' rewards, with ``kl_placement="reward"``.
 
     Args:
         batch: The episodes of this process, changed in place.
-        scores: Their log-probabilities.
+        log_probs: Their log-probabilities.
         args: A ``MultiTurnConfig``.
         accelerator: The trainer's.
 
     Returns:
         ``kl``, the mean over all tokens of all processes of the log-ratio of the policy over the reference.
     """
-    assert scores.old is not None and scores.reference is not None
+    assert log_probs.old is not None and log_probs.reference is not None
     trained = batch.valid_mask
-    totals = torch.stack([((scores.old - scores.reference) * trained).sum(), trained.sum().float()])
+    totals = torch.stack([((log_probs.old - log_probs.reference) * trained).sum(), trained.sum().float()])
     total, tokens = accelerator.reduce(totals, reduction="sum")
     if args.kl_placement == "reward":
-        turns = turn_log_ratio(scores.old, scores.reference, batch.turn_ids, batch.turn_mask.size(1))
+        turns = turn_log_ratio(log_probs.old, log_probs.reference, batch.turn_ids, batch.turn_mask.size(1))
         batch.turn_rewards -= args.beta * turns * batch.turn_mask
     return {"kl": (total / tokens.clamp(min=1.0)).item()}
 
 
 def train_batch(
-    batch: TurnBatch, credit: Credit, spread: torch.Tensor, scores: Scores, args: Any, accelerator: Accelerator
+    batch: TurnBatch,
+    credit: Credit,
+    spread: torch.Tensor,
+    log_probs: BatchLogProbs,
+    args: Any,
+    accelerator: Accelerator,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Make the generation batch of the loss, with TRL's columns and those of the credit rule.
 
@@ -61,7 +66,7 @@ def train_batch(
         batch: The episodes of this process.
         credit: Their credit.
         spread: (B, T), the advantage of each token.
-        scores: Their log-probabilities.
+        log_probs: Their log-probabilities.
         args: A ``MultiTurnConfig`` for episodes.
         accelerator: The trainer's.
 
@@ -70,9 +75,9 @@ def train_batch(
     """
     live = with_advantage(credit.advantages, batch.turn_mask, args.zero_advantage_eps)
     if args.kl_placement == "advantage":
-        assert scores.old is not None and scores.reference is not None
+        assert log_probs.old is not None and log_probs.reference is not None
         unit = args.importance_sampling_level
-        penalty = args.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
+        penalty = args.beta * token_kl_penalty(log_probs.old, log_probs.reference, batch.turn_ids, unit)
         spread, live = spread - penalty, live | penalty.any(dim=1)
     if args.importance_sampling_level == "turn" and args.turn_ratio_pooling == "sum":
         # Each of a turn's L tokens holds the turn's ratio, whose gradient is that of them all: it would count L times.
@@ -89,27 +94,27 @@ def train_batch(
         sampling_per_token_logps=batch.sampling_logprobs,
         advantages=spread,
         num_items_in_batch=accelerator.gather(trained.sum()).sum(),
-        old_per_token_logps=scores.old if scores_old_policy(args) else None,
-        ref_per_token_logps=scores.reference if args.kl_placement == "loss" else None,
+        old_per_token_logps=log_probs.old if scores_old_policy(args) else None,
+        ref_per_token_logps=log_probs.reference if args.kl_placement == "loss" else None,
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,
-        recorded_reference=scores.reference,
+        recorded_reference=log_probs.reference,
         path_ids=batch.path_ids,
         path_lengths=batch.path_lengths,
         places=batch.places,
         turn_columns=dict(credit.columns),
     )
-    if scores.snapshot is not None:
+    if log_probs.snapshot is not None:
         # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
-        assert scores.old is not None
-        scored = trained & scores.scored[:, None]
+        assert log_probs.old is not None
+        scored = trained & log_probs.scored[:, None]
         output.importance_sampling_ratio, metrics = corrected_drift(
-            args, scores.old, scores.snapshot, spread, batch.turn_ids, scored, accelerator
+            args, log_probs.old, log_probs.snapshot, spread, batch.turn_ids, scored, accelerator
         )
         return output, metrics
     if not args.vllm_importance_sampling_correction:
         return output, {}
-    assert scores.old is not None
-    scored = trained & scores.scored[:, None]
-    output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, scores.old, scored, accelerator)
+    assert log_probs.old is not None
+    scored = trained & log_probs.scored[:, None]
+    output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
     return output, metrics

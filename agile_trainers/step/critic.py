@@ -162,15 +162,20 @@ class Critic:
         args: The configuration of an algorithm with a critic.
         accelerator: The trainer's.
         packer: Runs the forward passes of the model that :func:`attach_critic` has given a critic.
-        passes: Splits rows into them.
+        token_batches: Splits rows into them.
         targets_of: Computes the targets of some rows from the credit rule's input; None if those of a row depend on other
             rows.
     """
 
     def __init__(
-        self, args: Any, accelerator: Accelerator, packer: Packer, passes: TokenBatches, targets_of: TargetsOf | None
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        packer: Packer,
+        token_batches: TokenBatches,
+        targets_of: TargetsOf | None,
     ) -> None:
-        self._args, self._accelerator, self._packer, self._passes = args, accelerator, packer, passes
+        self._args, self._accelerator, self._packer, self._token_batches = args, accelerator, packer, token_batches
         self._targets_of = targets_of
         self._totals = torch.zeros(4, device=accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
@@ -227,9 +232,9 @@ class Critic:
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
             fused = _FusedUpdate(trained, self._targets_of, (lengths > 0).sum())
             self.unfreeze(model)
-            return self._passes.fitting(lambda: self._read(model, batch, by_token, fused))
+            return self._token_batches.fitting(lambda: self._read(model, batch, by_token, fused))
         with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
-            return self._passes.fitting(lambda: self._read(model, batch, by_token, None))
+            return self._token_batches.fitting(lambda: self._read(model, batch, by_token, None))
 
     def _learns_from(self, model: Any, step: int) -> bool:
         """Return True if the gradient of the values may be accumulated as they are read.
@@ -241,7 +246,7 @@ class Critic:
             and self._args.n_gpu <= 1
             and self._args.critic_layers is None
             and step >= self._step_ends
-            and not self._passes.steps_in_backward
+            and not self._token_batches.steps_in_backward
             and not is_noisy(model)
         )
 
@@ -250,7 +255,7 @@ class Critic:
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
         size, multiple = self._args.per_device_train_batch_size, self._args.pad_to_multiple_of
-        for rows, part in length_sorted_batches(batch, size, multiple, split=self._passes.each):
+        for rows, part in length_sorted_batches(batch, size, multiple, split=self._token_batches.each):
             positions = offsets[rows]
             if "path_ids" not in part:
                 # No position that counts is past the last token of the longest row.

@@ -15,11 +15,11 @@ from agile_trainers.objectives.drift import (
     drift_metrics,
     drift_weights,
 )
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.types import TurnBatch
 
 
-def weights_of_turns(args: Any, batch: TurnBatch, scores: Scores | None) -> torch.Tensor | None:
+def weights_of_turns(args: Any, batch: TurnBatch, log_probs: BatchLogProbs | None) -> torch.Tensor | None:
     """Weigh the rewards of a batch that an earlier policy played, per decision.
 
     The products run over every token that was sampled, also of episodes that ``mask_truncated_completions`` leaves out: what
@@ -28,15 +28,15 @@ def weights_of_turns(args: Any, batch: TurnBatch, scores: Scores | None) -> torc
     Args:
         args: A ``MultiTurnConfig``.
         batch: The episodes of this process.
-        scores: Their log-probabilities, of all rows.
+        log_probs: Their log-probabilities, of all rows.
 
     Returns:
         (B, K); None without this correction, and where the policy itself played.
     """
-    if args.drift_correction != DECISION or scores is None or scores.snapshot is None:
+    if args.drift_correction != DECISION or log_probs is None or log_probs.snapshot is None:
         return None
-    assert scores.old is not None
-    log_ratio, turns = scores.old - scores.snapshot, batch.turn_mask.size(1)
+    assert log_probs.old is not None
+    log_ratio, turns = log_probs.old - log_probs.snapshot, batch.turn_mask.size(1)
     return decision_weights(log_ratio, batch.valid_mask, batch.turn_ids, turns, args.drift_clip_max)
 
 

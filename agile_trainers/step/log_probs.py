@@ -17,12 +17,12 @@ from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
 
-LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+TokenLogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 """Type of TRL's ``_get_per_token_logps_and_entropies``."""
 
 
 @dataclass
-class Scores:
+class BatchLogProbs:
     """Log-probabilities of a generation batch; 0 in rows that were not scored, outside actions and in failed episodes."""
 
     scored: torch.Tensor
@@ -44,50 +44,51 @@ class Models(NamedTuple):
     """A frozen model; None where the reference is an adapter of the policy, its base model, or missing."""
 
 
-class Scorer:
-    """Scores the episodes of generation batches.
+class LogProbPasses:
+    """Computes the log-probabilities of generation batches, in forward passes.
 
     Args:
         log_probs: TRL's ``_get_per_token_logps_and_entropies``, with its arguments.
         packer: Runs the forward passes.
-        passes: Splits rows into forward passes.
+        token_batches: Splits rows into forward passes.
         args: A ``MultiTurnConfig``.
         accelerator: The trainer's.
     """
 
     def __init__(
-        self, log_probs: LogProbs, packer: Packer, passes: TokenBatches, args: Any, accelerator: Accelerator
+        self, log_probs: TokenLogProbs, packer: Packer, token_batches: TokenBatches, args: Any, accelerator: Accelerator
     ) -> None:
-        self._log_probs, self._packer, self._passes, self._accelerator = log_probs, packer, passes, accelerator
+        self._log_probs, self._packer = log_probs, packer
+        self._token_batches, self._accelerator = token_batches, accelerator
         self._size, self._checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing_kwargs
         self.pad_to_multiple_of: int | None = args.pad_to_multiple_of
         """Multiple of which the width of every padded forward pass is."""
 
-    def score(
+    def compute(
         self, models: Models, batch: TurnBatch, *, old: bool, reference: bool, rows: torch.Tensor | None = None
-    ) -> Scores:
-        """Score some rows.
+    ) -> BatchLogProbs:
+        """Compute those of some rows.
 
         Args:
             models: The policy and its reference.
             batch: The episodes of this process.
-            old: Score the policy.
-            reference: Score the reference: a separate model, an adapter, or the base model.
+            old: Of the policy.
+            reference: Of the reference: a separate model, an adapter, or the base model.
             rows: (R,) int64. Default: all.
         """
         if rows is None:
             rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
-        scores = Scores(torch.zeros_like(batch.failed).index_fill(0, rows, True))
+        found = BatchLogProbs(torch.zeros_like(batch.failed).index_fill(0, rows, True))
         with torch.no_grad(), disable_gradient_checkpointing(models.policy, self._checkpointing):
             if old:
-                scores.old = self._of(models.policy, batch, rows)
+                found.old = self._of(models.policy, batch, rows)
             if reference and models.reference is not None:
-                scores.reference = self._of(models.reference, batch, rows)
+                found.reference = self._of(models.reference, batch, rows)
             elif reference:
                 policy = self._accelerator.unwrap_model(models.policy)
                 with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
-                    scores.reference = self._of(models.policy, batch, rows)
-        return scores
+                    found.reference = self._of(models.policy, batch, rows)
+        return found
 
     def prepare_packing(self, models: Models, batch: TurnBatch) -> None:
         """Let the packer compare packed with padded rows, on as many rows of this process as a micro-batch has."""
@@ -108,11 +109,11 @@ class Scorer:
         return live.int().argsort(descending=True, stable=True)[:most]
 
     def _of(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        return self._passes.fitting(lambda: self._in_passes(model, batch, rows))
+        return self._token_batches.fitting(lambda: self._in_passes(model, batch, rows))
 
     def _in_passes(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        batches = length_sorted_batches(batch, self._size, self.pad_to_multiple_of, rows, self._passes.each)
+        computed = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
+        batches = length_sorted_batches(batch, self._size, self.pad_to_multiple_of, rows, self._token_batches.each)
         for chosen, part in batches:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
@@ -120,9 +121,9 @@ class Scorer:
                 model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
             )
             # At least float32; float64 if the model computes in it.
-            log_probs = log_probs.to(torch.promote_types(log_probs.dtype, scores.dtype))
-            scores = scores.to(log_probs.dtype)
+            log_probs = log_probs.to(torch.promote_types(log_probs.dtype, computed.dtype))
+            computed = computed.to(log_probs.dtype)
             if "places" in part:  # an episode may be read in several passes
-                log_probs = torch.where(part["places"] >= 0, log_probs, scores[chosen, :length])
-            scores[chosen, :length] = log_probs
-        return scores
+                log_probs = torch.where(part["places"] >= 0, log_probs, computed[chosen, :length])
+            computed[chosen, :length] = log_probs
+        return computed

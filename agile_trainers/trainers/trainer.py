@@ -76,7 +76,7 @@ from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, 
 from agile_trainers.step.draws import Drawn, EpisodeDraws
 from agile_trainers.step.drift import weights_of_turns
 from agile_trainers.step.dropout import switch_off_noise
-from agile_trainers.step.log_probs import Models, Scorer, Scores
+from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
 from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked_output, divisor
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, PlayedGroups
 from agile_trainers.step.reward import Rewards
@@ -183,7 +183,7 @@ class MultiTurnTrainer(GRPOTrainer):
     setup: RunSetup
     sampler: RolloutSampler
     packer: Packer
-    scorer: Scorer
+    log_prob_passes: LogProbPasses
     mismatch: MismatchMonitor
     reference: ReferencePolicy
     critic: Critic | NoCritic = NoCritic()
@@ -341,7 +341,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.guard = StepGuard()
         self._make_step(setup, self.engine, inputs.saved)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
-        measurements = PolicyMeasurements(self.scorer, accelerator, args.diagnosis_interval, token_ids)
+        measurements = PolicyMeasurements(self.log_prob_passes, accelerator, args.diagnosis_interval, token_ids)
         self.health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
         self.rollout_log = RolloutLog(args, accelerator, self.processing_class, self.checkpoints, self.health)
         self.add_callback(self.rollout_log)
@@ -373,7 +373,7 @@ class MultiTurnTrainer(GRPOTrainer):
         per_sequence = args.importance_sampling_level == "sequence"
         self.credit = CreditAssignment(self.assign_credit, args, accelerator, per_sequence=per_sequence)
         self.rollouts = self._make_rollouts(setup, engine)
-        self.scorer = Scorer(
+        self.log_prob_passes = LogProbPasses(
             self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
         )
         if args.has_critic:
@@ -674,7 +674,7 @@ class MultiTurnTrainer(GRPOTrainer):
         rollout = self.checkpoints.load_rollout(checkpoint)
         self.health.restore(rollout.health)
         self.guard = StepGuard(**rollout.skipped_steps)
-        self.token_batches.restore(rollout.pass_tokens)
+        self.token_batches.restore(rollout.token_budget)
         self.sampler.restore(rollout.rows)
         self.packer.state = PackingState(**rollout.packing)
         self.rollouts.restore(rollout.tasks)
@@ -747,19 +747,19 @@ class MultiTurnTrainer(GRPOTrainer):
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
         batch = played.batch
-        self.scorer.prepare_packing(models, batch)
-        # Every row is scored before credit where it may depend on the scores: by a penalty, or by weights of drift.
+        self.log_prob_passes.prepare_packing(models, batch)
+        # Every row is scored before credit where it may depend on log-probs: by a penalty, or by weights of drift.
         weighs = args.drift_correction == DECISION and played.version is not None
-        scores = self._score(batch, played.version) if self.beta != 0.0 or weighs else None
-        if scores is not None and args.kl_placement != "loss":
-            self._add_metrics(penalize(batch, scores, args, self.accelerator))
+        log_probs = self._log_probs(batch, played.version) if self.beta != 0.0 or weighs else None
+        if log_probs is not None and args.kl_placement != "loss":
+            self._add_metrics(penalize(batch, log_probs, args, self.accelerator))
         trained = trained_tokens(batch, args)
         read = self.critic.read(models.policy, batch, trained, self._step, one_update=self._batch_is_one_update)
-        judged, credit = self._credit(played, read, weights_of_turns(args, batch, scores))
+        judged, credit = self._credit(played, read, weights_of_turns(args, batch, log_probs))
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
-        scores = scores or self._score(batch, played.version, own.advantages)
-        output = self._train_batch(batch, own, scores, read)
-        self._open_mismatch(batch, scores, output.tool_mask > 0)
+        log_probs = log_probs or self._log_probs(batch, played.version, own.advantages)
+        output = self._train_batch(batch, own, log_probs, read)
+        self._open_mismatch(batch, log_probs, output.tool_mask > 0)
         self._log_batch(generation, played, judged, credit)
         values = None if read is None else read.turn_values
         self.rollout_log.begin(generation, self.state.global_step, played, own.advantages, values)
@@ -771,25 +771,31 @@ class MultiTurnTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation
         return self.is_in_train and self.num_iterations == 1 and self.current_gradient_accumulation_steps == steps
 
-    def _score(self, batch: TurnBatch, version: int | None, advantages: torch.Tensor | None = None) -> Scores:
+    def _log_probs(
+        self, batch: TurnBatch, version: int | None, advantages: torch.Tensor | None = None
+    ) -> BatchLogProbs:
         """Score policy, reference and the version that played, where the step needs them.
 
         With ``advantages`` (B, K), maybe only rows with one.
         """
         rows = None
         if advantages is not None and self._skips_zero_advantage:
-            rows = self.scorer.even_rows(with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps))
+            rows = self.log_prob_passes.even_rows(
+                with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps)
+            )
         old = scores_old_policy(self.args) or self.args.kl_placement != "loss"
-        scores = self.scorer.score(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
+        log_probs = self.log_prob_passes.compute(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
         if version is not None:
-            self._score_snapshot(batch, scores, version)
-        return scores
+            self._log_probs_of_snapshot(batch, log_probs, version)
+        return log_probs
 
-    def _score_snapshot(self, batch: TurnBatch, scores: Scores, version: int) -> None:
+    def _log_probs_of_snapshot(self, batch: TurnBatch, log_probs: BatchLogProbs, version: int) -> None:
         """Score the rows that were scored under the version of the policy that played them."""
-        rows = scores.scored.nonzero()[:, 0]
+        rows = log_probs.scored.nonzero()[:, 0]
         with self.snapshots.holding(version):
-            scores.snapshot = self.scorer.score(self._models, batch, old=True, reference=False, rows=rows).old
+            log_probs.snapshot = self.log_prob_passes.compute(
+                self._models, batch, old=True, reference=False, rows=rows
+            ).old
 
     def _credit(
         self, played: PlayedGroups, read: CriticValues | None, weights: torch.Tensor | None = None
@@ -803,10 +809,12 @@ class MultiTurnTrainer(GRPOTrainer):
         self._add_metrics(credit.metrics)
         return judged, credit
 
-    def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
+    def _train_batch(
+        self, batch: TurnBatch, credit: Credit, log_probs: BatchLogProbs, read: CriticValues | None
+    ) -> TrainBatch:
         """Make the generation batch of the loss, from the credit of this process."""
         spread = self.critic.spread(credit, read, batch)
-        output, metrics = train_batch(batch, credit, spread, scores, self.args, self.accelerator)
+        output, metrics = train_batch(batch, credit, spread, log_probs, self.args, self.accelerator)
         self._add_metrics(metrics)
         self.critic.add_columns(output, read, credit, batch)
         return output
@@ -823,12 +831,12 @@ class MultiTurnTrainer(GRPOTrainer):
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         self.episode_log.fill_tables(self._logs, trajectories, rewards, credit.advantages, judged.turns.mask)
 
-    def _open_mismatch(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
+    def _open_mismatch(self, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.mismatch.open()
-        if scores.old is not None:
-            counted = trained & scores.scored[:, None]
-            played_by = scores.old if scores.snapshot is None else scores.snapshot
+        if log_probs.old is not None:
+            counted = trained & log_probs.scored[:, None]
+            played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
             self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
@@ -1095,7 +1103,7 @@ class MultiTurnTrainer(GRPOTrainer):
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.health.state(), dict(vars(self.guard)))
-        rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
+        rollout.token_budget, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
         rollout.rows = self.sampler.rows
         rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
         rollout.ahead = None if self.rollouts.ahead is None else self.rollouts.ahead.state()

@@ -20,7 +20,7 @@ import torch
 from agile_trainers.rollout.collate import collate
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.critic import NoCritic
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
@@ -180,7 +180,7 @@ class Game:
         rewards = batch.turn_rewards.sum(dim=1, keepdim=True)
         played = PlayedGroups([], [], [], rewards, batch)
         credit = trainer._credit(played, read)[1] if advantages is None else Credit(advantages)
-        columns = trainer._train_batch(batch, credit, Scores(torch.ones(len(members)) > 0), read).to_trl()
+        columns = trainer._train_batch(batch, credit, BatchLogProbs(torch.ones(len(members)) > 0), read).to_trl()
         trainer.critic = NoCritic()  # here it is exact, and has no loss
         loss = trainer._compute_loss(trainer.model, columns)
         trainer.critic = critic

@@ -177,7 +177,7 @@ def test_tokens_are_weighed_by_the_ratio_of_both_policies(embedded_model: Path, 
     )  # fmt: skip
     scores: list[Any] = []
     batches: list[Any] = []
-    score, make = trainer._score_snapshot, trainer._train_batch
+    score, make = trainer._log_probs_of_snapshot, trainer._train_batch
 
     def scoring(batch: Any, scored: Any, version: int) -> None:
         score(batch, scored, version)
@@ -187,7 +187,7 @@ def test_tokens_are_weighed_by_the_ratio_of_both_policies(embedded_model: Path, 
         batches.append(make(*arguments))
         return batches[-1]
 
-    trainer._score_snapshot, trainer._train_batch = scoring, making
+    trainer._log_probs_of_snapshot, trainer._train_batch = scoring, making
     trainer.train()
     (scored,), (first, second) = scores, batches
     assert first.importance_sampling_ratio is None and (first.old_per_token_logps is not None)

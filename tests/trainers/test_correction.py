@@ -28,7 +28,7 @@ from games import relative_error as relative_error_of
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
 from agile_trainers.step.credit import Credit
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 
 WHOLE: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1e6}
 """The whole episode's ratio, however large."""
@@ -64,7 +64,7 @@ def expected_gradient(trainer: Any, table: Table, log_probs: torch.Tensor) -> to
             continue
         batch, returns = turn_batch(EPISODES[[i]]), to_go()[[i]]
         batch.sampling_logprobs = log_probs[[i]]
-        scores = Scores(torch.ones(1) > 0, table.log_probs(EPISODES[[i]]).detach())
+        scores = BatchLogProbs(torch.ones(1) > 0, table.log_probs(EPISODES[[i]]).detach())
         output = trainer._train_batch(batch, Credit(returns), scores, None).to_trl()
         columns = {
             name: output[name] for name in ("importance_sampling_ratio", "old_per_token_logps") if name in output

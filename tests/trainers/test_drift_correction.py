@@ -30,7 +30,7 @@ from forests import error
 from agile_trainers.objectives.drift import CORRECTIONS
 from agile_trainers.objectives.returns import discounted_returns, gae
 from agile_trainers.step.critic import CriticValues, NoCritic
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -81,9 +81,9 @@ class Stepped:
         ours, theirs = (one.float() for one in drift.log_probs)
         self._now = ours
 
-        def score(models: Any, batch: TurnBatch, *, old: bool, reference: bool, rows: Any = None) -> Scores:
+        def score(models: Any, batch: TurnBatch, *, old: bool, reference: bool, rows: Any = None) -> BatchLogProbs:
             number, every = batch.prompt_ids[:, 0], torch.ones(len(batch.prompt_ids)) > 0
-            return Scores(every, self._now[number] if old else None, theirs[number] if reference else None)
+            return BatchLogProbs(every, self._now[number] if old else None, theirs[number] if reference else None)
 
         def snapshot(version: int) -> Any:
             patch.setattr(self, "_now", theirs)
@@ -97,7 +97,7 @@ class Stepped:
         class Holding:
             holding = staticmethod(snapshot)
 
-        trainer.scorer.score, trainer.scorer.prepare_packing = score, lambda *_: None
+        trainer.log_prob_passes.compute, trainer.log_prob_passes.prepare_packing = score, lambda *_: None
         trainer.rollouts.play = lambda *_: PlayedGroups([], [], [], torch.zeros(1), self.batch, version=self.version)
         trainer.snapshots = Holding()
         trainer._open_mismatch = trainer.rollout_log.begin = lambda *_: None
@@ -323,9 +323,9 @@ def test_a_policy_that_has_not_moved_is_not_corrected(stepped: Made, correction:
     assert plain.importance_sampling_ratio is None
     assert torch.equal(one.columns(rows, version=None).advantages, plain.advantages)
     assert not torch.allclose(loss_weight(one.columns(rows)), loss_weight(plain), rtol=1e-2)
-    score = one.trainer.scorer.score
+    score = one.trainer.log_prob_passes.compute
     ours = still.log_probs[0].float()
-    one.trainer.scorer.score = lambda models, batch, **options: Scores(
+    one.trainer.log_prob_passes.compute = lambda models, batch, **options: BatchLogProbs(
         score(models, batch, **options).scored, ours[batch.prompt_ids[:, 0]]
     )
     torch.testing.assert_close(loss_weight(one.columns(rows)), loss_weight(plain), rtol=1e-6, atol=1e-7)
@@ -342,10 +342,10 @@ def test_the_other_rules_are_not_corrected_either(stepped: Made, algorithm: str)
     values = values_of(drawn(three_turns, 0)) if algorithm == "ppo" else None
     one = stepped(three_turns, algorithm, values, **DECISION)
     rows = torch.arange(36)
-    plain, score = one.columns(rows, version=None), one.trainer.scorer.score
+    plain, score = one.columns(rows, version=None), one.trainer.log_prob_passes.compute
     assert not torch.allclose(one.columns(rows).advantages, plain.advantages, rtol=1e-2)
     ours = one.drift.log_probs[0].float()
-    one.trainer.scorer.score = lambda models, batch, **options: Scores(
+    one.trainer.log_prob_passes.compute = lambda models, batch, **options: BatchLogProbs(
         score(models, batch, **options).scored, ours[batch.prompt_ids[:, 0]]
     )
     torch.testing.assert_close(one.columns(rows).advantages, plain.advantages, rtol=1e-6, atol=1e-7)

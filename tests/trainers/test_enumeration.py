@@ -36,7 +36,7 @@ from games import Chatter, settings
 
 from agile_trainers.step.batch import penalize
 from agile_trainers.step.credit import Credit, gather_turns
-from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
 
 
@@ -198,10 +198,10 @@ def _kl_given_contexts(table: Table, reference: Table) -> torch.Tensor:
     return total
 
 
-def scores_of(table: Table, reference: Table, episodes: torch.Tensor) -> Scores:
+def scores_of(table: Table, reference: Table, episodes: torch.Tensor) -> BatchLogProbs:
     with torch.no_grad():
         everything = torch.ones(len(episodes)) > 0
-        return Scores(everything, table.log_probs(episodes), reference.log_probs(episodes))
+        return BatchLogProbs(everything, table.log_probs(episodes), reference.log_probs(episodes))
 
 
 def exact_divergence(table: Table, reference: Table) -> torch.Tensor:

@@ -177,7 +177,7 @@ def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_pa
         "prompt_information" not in trainer.state.log_history[0] and trainer.health._measurements.rows == 2 * LANDMARKS
     )
     assert "policy_change" in trainer.state.log_history[1]
-    silent = PolicyMeasurements(trainer.scorer, trainer.accelerator, 0, (0, 0))
+    silent = PolicyMeasurements(trainer.log_prob_passes, trainer.accelerator, 0, (0, 0))
     assert silent.take(0, [], trainer._models) == {} and silent.rows == 0
 
 

@@ -44,7 +44,7 @@ def test_the_loss_itself_has_no_kl_term(embedded_model, tmp_path, placement):
 def scores_of(trainer, columns):
     """Log-probabilities (B, T) of policy and reference."""
     columns.failed = torch.zeros(len(columns.turn_ids)) > 0
-    scores = trainer.scorer.score(trainer._models, columns, old=True, reference=True)
+    scores = trainer.log_prob_passes.compute(trainer._models, columns, old=True, reference=True)
     return scores.old, scores.reference
 
 

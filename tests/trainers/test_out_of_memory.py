@@ -50,13 +50,13 @@ def in_backward(trainer: Any, fails: OutOfMemory) -> None:
 
 
 def in_scoring(trainer: Any, fails: OutOfMemory) -> None:
-    score = trainer.scorer._log_probs
+    score = trainer.log_prob_passes._log_probs
 
     def watched(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         fails(len(input_ids))
         return score(*args, input_ids=input_ids, **kwargs)
 
-    trainer.scorer._log_probs = watched
+    trainer.log_prob_passes._log_probs = watched
 
 
 def in_critic(trainer: Any, fails: OutOfMemory) -> None:
@@ -178,7 +178,7 @@ def test_nothing_is_left_to_halve(embedded_model, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError
 
     trainer = make_trainer(embedded_model, tmp_path / "scoring", num_iterations=2)
-    trainer.scorer._log_probs = run_out
+    trainer.log_prob_passes._log_probs = run_out
     with pytest.raises(RuntimeError, match=r"An episode does not fit into memory. Lower max_model_length.$"):
         trainer.train()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import deque
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from datasets import Dataset
-from games import LORA
+from games import LORA, make_trainer
 from peft import LoraConfig
 from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer, TrlParser
@@ -21,6 +22,8 @@ from trl.kernels import chunked_logprob
 from trl.models import utils as model_utils
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.trainer import utils
+
+from agile_trainers import MultiTurnTrainer
 
 SIGNATURES = {
     "_generate_and_score_completions": ["self", "inputs"],
@@ -303,4 +306,34 @@ def test_whoever_reads_trls_logs_finds_them(both):
     missing = both["trl"]["eval"] - both["ours"]["eval"]
     assert {name for name in missing if "clip_ratio/" not in name} == {
         "eval_loss", "eval_entropy", "eval_steps_per_second", "eval_frac_reward_zero_std",
+    }  # fmt: skip
+
+
+def test_overrides_stand_in_the_order_in_which_they_are_called(embedded_model, tmp_path, monkeypatch):
+    """In a resumed run with an evaluation, a checkpoint and a best model; those of the Hub stand after them."""
+    run = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "num_eval_episodes": 2}
+    run |= {"load_best_model_at_end": True, "metric_for_best_model": "return"}
+    make_trainer(embedded_model, tmp_path, max_steps=1, **run).train()
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=2, **run)
+    called: list[str] = []
+
+    def traced(name: str, method: Any) -> Any:
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if name not in called:
+                called.append(name)
+            return method(*args, **kwargs)
+
+        return first
+
+    overrides = [name for name, method in vars(MultiTurnTrainer).items() if inspect.isfunction(method)]
+    overrides = [name for name in overrides if hasattr(GRPOTrainer, name) and not name.startswith("__")]
+    for name in overrides:
+        monkeypatch.setattr(MultiTurnTrainer, name, traced(name, vars(MultiTurnTrainer)[name]))
+    trainer.train(resume_from_checkpoint=True)
+    hub = overrides[overrides.index("init_hf_repo") :]
+    assert [name for name in called if name not in hub] == [
+        name for name in overrides if name in called and name not in hub
+    ]
+    assert set(overrides) - set(called) == {
+        "hyperparameter_search", "predict", "init_hf_repo", "push_to_hub", "_push_from_checkpoint",
     }  # fmt: skip
