@@ -1,1 +1,1 @@
-"""One training step, in the order in which it runs: play, reward, critic, credit, log-probs, batch, token batches, loss."""
+"""One training step, in the order in which it runs: draw, play, reward, critic, credit, log-probs, batch, loss."""
