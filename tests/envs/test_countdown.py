@@ -12,7 +12,6 @@ from agile_environments.countdown import (
     LEVELS,
     Countdown,
     demonstrations,
-    evaluate,
     expert_policy,
     preferences,
     random_policy,
@@ -20,6 +19,7 @@ from agile_environments.countdown import (
     solve,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
+from agile_trainers.envs.questions.arithmetic import exact_value
 
 PUZZLE = "Use each of the numbers 3, 5 and 5 exactly once, with + - * / and brackets, to make 30. Answer ..."
 RANDOM_SUCCESS = {"easy": 0.056, "normal": 0.042, "hard": 0.010}
@@ -56,13 +56,17 @@ def test_solutions_in_any_form_count() -> None:
     for solution in ("3 * 5 + 5", "5 + 5 * 3", "<answer>(5*3)+5 = 20</answer>", "so \\boxed{5 + (3 \u00d7 5)}"):
         assert reward(solution, None, puzzle) == 1.0
     assert reward("5 / 5 / 3", None, PUZZLE) == 0.1
-    assert evaluate("1 / 3 + 2") == (Fraction(7, 3), [1, 3, 2])
+    assert exact_value("1 / 3 + 2") == (Fraction(7, 3), [1, 3, 2])
 
 
 def test_solving_tries_everything_and_stays_exact() -> None:
     assert solve([1, 1], 5) is None
     expression = solve([3, 3, 8, 8], 24)  # 8 / (3 - 8 / 3), which needs a fraction on the way
-    assert expression is not None and evaluate(expression)[0] == 24 and sorted(evaluate(expression)[1]) == [3, 3, 8, 8]
+    assert (
+        expression is not None
+        and exact_value(expression)[0] == 24
+        and sorted(exact_value(expression)[1]) == [3, 3, 8, 8]
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
