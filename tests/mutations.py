@@ -2583,6 +2583,11 @@ MUTATIONS = [
         "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
+        "scripted policies under their earlier name are taken for none", "envs/scripted_policies.py",
+        'if callable(getattr(environment, "players", None)):', "if False:",
+        "tests/envs/test_known_policies.py -k names_of_before",
+    ),
+    Mutation(
         "policies of agents draw without the seed", "rollout/agents/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
