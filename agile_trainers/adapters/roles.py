@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -18,6 +19,11 @@ from transformers import PreTrainedModel
 
 POLICY, REFERENCE, CRITIC = "default", "ref", "critic"
 """Adapter names: PEFT's default, TRL's reference, this library's critic."""
+
+
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """Return the model below the adapters."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def belongs_to(name: str, adapter: str) -> bool:

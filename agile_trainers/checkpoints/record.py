@@ -25,6 +25,7 @@ from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
 from agile_trainers.adapters.folders import RECORD, CheckpointError, lora_settings, read_json, read_record, write_json
 from agile_trainers.adapters.loading import read_config
 from agile_trainers.adapters.patterns import check_patterns
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
@@ -125,7 +126,7 @@ class RunCheckpoints:
     @property
     def _base_config(self) -> Any:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        return (model.get_base_model() if isinstance(model, PeftModel) else model).config
+        return base_model(model).config
 
     @property
     def _every(self) -> int:

@@ -15,10 +15,11 @@ from trl.import_utils import is_vllm_available
 
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.loading import read_weights
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.evaluation.loading import load_model
 from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
-from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank
+from agile_trainers.sampling.vllm_checks import base_source, lora_rank
 
 if TYPE_CHECKING:
     from agile_trainers.rollout.generators.vllm.engine import VllmEngine

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.packing.attention import BLOCK
 from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
@@ -58,7 +57,7 @@ class Packer:
         compiled: bool,
     ) -> None:
         self._mode, self._accelerator = mode, accelerator
-        bases = [_base(model) for model in models]
+        bases = [base_model(model) for model in models]
         reasons = [why_padded(model, base) for model, base in zip(models, bases, strict=True)]
         reason = next((r for r in [forbidden, *reasons] if r is not None), None)
         if reason is not None and mode == "prefix":
@@ -186,7 +185,7 @@ class Packer:
     # ----------------------------------------------------------------------------------------------------- passes
 
     def _forward(self, model: Any) -> PackedForward:
-        return self._forwards[id(_base(self._accelerator.unwrap_model(model, keep_torch_compile=False)))]
+        return self._forwards[id(base_model(self._accelerator.unwrap_model(model, keep_torch_compile=False)))]
 
     def reading(
         self,
@@ -205,7 +204,3 @@ class Packer:
         ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
         pack = self._pays if self.packs else None
         return self._forward(model).values(model, ids, mask, positions, pack, paths)
-
-
-def _base(model: torch.nn.Module) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
 from agile_trainers.adapters import gathered_once
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.adapters.rollout_weights import cast_once, check_mergeable, merged_adapter
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
@@ -23,7 +24,7 @@ from agile_trainers.rollout.generators.transformers.memory import bytes_per_row,
 from agile_trainers.rollout.generators.versions import VersionedGenerator, Versions
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
-from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
+from agile_trainers.sampling.vllm_checks import compute_dtype
 
 logger = logging.get_logger(__name__)
 

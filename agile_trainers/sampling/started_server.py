@@ -23,10 +23,10 @@ from peft import LoraConfig, PeftModel
 from transformers.utils import logging
 
 from agile_trainers.adapters import POLICY
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
 from agile_trainers.sampling.vllm_checks import (
-    base_model,
     base_source,
     check_batch_invariant,
     lora_rank,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, PeftType
-from transformers import PreTrainedModel
+from peft import LoraConfig, PeftType
 from transformers.utils import logging
 
 from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.checks import fitting_context
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_token
 
@@ -26,11 +26,6 @@ _SERVED = NOT_LORA_SETTINGS | {
     "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 """LoRA settings that vLLM reads, that the weights contain, or that only affect training."""
-
-
-def base_model(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the model below the adapters."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def longest_served(

@@ -18,12 +18,12 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
 from agile_trainers.sampling.served_policy import ServedPolicy
 from agile_trainers.sampling.vllm_checks import (
-    base_model,
     base_source,
     check_batch_invariant,
     longest_served,

@@ -13,13 +13,13 @@ from accelerate.utils import broadcast_object_list
 from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.sampling.served_policy import ServedPolicy
 from agile_trainers.sampling.started_server import OwnServer, start_server
 from agile_trainers.sampling.vllm_checks import (
-    base_model,
     base_source,
     check_server,
     check_slots,

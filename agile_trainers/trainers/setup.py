@@ -19,6 +19,7 @@ from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_order_of_turns, check_rules
 from agile_trainers.envs.base import ResetResult
@@ -31,7 +32,7 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
-from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
+from agile_trainers.sampling.vllm_checks import compute_dtype
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.step.reward import add_return_reward

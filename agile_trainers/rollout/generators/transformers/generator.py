@@ -6,12 +6,13 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 
+from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.architecture import (
     Reading,
     check_padding,
@@ -94,7 +95,7 @@ class TransformersGenerator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_batch_size: int | None = None,
     ) -> None:
-        base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        base = base_model(model)
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"`max_batch_size` is {max_batch_size}, expected at least 1, or None for no limit.")
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
