@@ -184,13 +184,13 @@ class MetricHistory:
                 found.append(Shift(first, now, (now - first) / max(error, 1e-9)))
         return max(found, key=lambda shift: abs(shift.errors), default=None)
 
-    def rises(self, name: str, count: int = UPDATES) -> bool:
-        """Return True if the last ``count`` values exceed those before by more than two standard errors."""
-        values = self.last(name, 2 * count)
-        if len(values) < 2 * count:
+    def rises(self, name: str) -> bool:
+        """Return True if the last ``UPDATES`` values exceed as many before by more than two standard errors."""
+        values = self.last(name, 2 * UPDATES)
+        if len(values) < 2 * UPDATES:
             return False
-        before, after = values[:count], values[count:]
-        return fmean(after) - fmean(before) > 2 * ((_variance(before) + _variance(after)) / count) ** 0.5
+        before, after = values[:UPDATES], values[UPDATES:]
+        return fmean(after) - fmean(before) > 2 * ((_variance(before) + _variance(after)) / UPDATES) ** 0.5
 
 
 def _variance(values: list[float]) -> float:

@@ -40,19 +40,14 @@ class Rewrite:
     kept: str
     rendered: str
 
-    def parting(self, width: int = 50) -> tuple[str, str]:
-        """Return both texts around the first difference, ``width`` characters on each side."""
+    def __str__(self) -> str:
+        """Format both texts around the first difference, 50 characters on each side, one line each."""
         kept, rendered = (
             text.replace(THOUGHT, "(thinking)").replace(ANSWER, "(answer)") for text in (self.kept, self.rendered)
         )
         start = next((i for i, (a, b) in enumerate(zip(kept, rendered)) if a != b), min(len(kept), len(rendered)))
-        window = slice(max(start - width, 0), start + width)
-        return kept[window], rendered[window]
-
-    def __str__(self) -> str:
-        """Format both texts around the first difference, one line each."""
-        kept, rendered = self.parting()
-        return f"  as it was       {kept!r}\n  rendered later  {rendered!r}"
+        window = slice(max(start - 50, 0), start + 50)
+        return f"  as it was       {kept[window]!r}\n  rendered later  {rendered[window]!r}"
 
 
 @dataclass(frozen=True)
