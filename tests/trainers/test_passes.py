@@ -153,9 +153,12 @@ def test_the_gradient_is_that_of_one_pass(embedded_model, tmp_path, loss_type):
 )
 def test_other_terms_are_those_of_one_pass(embedded_model, tmp_path, changes):
     trainer = make_trainer(embedded_model, tmp_path, num_iterations=2, **changes)
-    before = trainer.entropy_coef
-    check_equal(trainer, drawn(trainer))
-    assert trainer.entropy_coef == before
+    before, batch = trainer.entropy_coef, drawn(trainer)
+    check_equal(trainer, batch)
+    trainer._metrics["train"]["entropy_coef"] = [0.7]  # by an earlier step, which had another coefficient
+    loss_and_gradients(trainer, batch)
+    earlier, *now = trainer._metrics["train"]["entropy_coef"]
+    assert trainer.entropy_coef == before and earlier == 0.7 and set(now) <= {before}
 
 
 def test_the_value_loss_is_that_of_one_pass(embedded_model, tmp_path):
