@@ -127,9 +127,8 @@ class AdapterFolder:
 
 def _locked(folder: Path, how: int) -> int:
     """Lock a folder and return its descriptor, which holds the lock."""
-    # filelock, with which an output folder is locked, does not do here: its FileLock is exclusive, while a folder in use is
-    # locked for sharing; and a fork that releases it (at exit, too) unlocks the file for the parent. Closing a descriptor
-    # that was inherited leaves the parent's lock.
+    # filelock, with which an output folder is locked, locks a file that it makes. Here the folder itself is locked: a file
+    # inside would be taken for an adapter, one beside would stay when the folder is gone.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
