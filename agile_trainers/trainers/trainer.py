@@ -897,8 +897,8 @@ class MultiTurnTrainer(GRPOTrainer):
     def _handing_over(self, part: TokenBatch) -> Iterator[LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
         beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
-        corrects, coefficients = self.vllm_importance_sampling_correction, self._metrics["train"]["entropy_coef"]
-        logged = len(coefficients)
+        corrects = self.vllm_importance_sampling_correction
+        logged = len(self._metrics["train"].get("entropy_coef", ()))
         if part.share and part.entropy_share != part.share:
             self.entropy_coef = entropy_coef * part.entropy_share / part.share
         if self.args.kl_placement != "loss":
@@ -916,6 +916,7 @@ class MultiTurnTrainer(GRPOTrainer):
             if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
                 self.entropy_coef = entropy_coef
                 # TRL's loss has logged the coefficient as it was scaled for this pass.
+                coefficients = self._metrics["train"].get("entropy_coef", [])
                 coefficients[logged:] = [entropy_coef] * (len(coefficients) - logged)
 
     @with_episodes

@@ -38,7 +38,7 @@ def test_sixteen_episodes_play_without_an_error(game: str, embedded_model: Path)
 
     def script(request: GenerationRequest) -> list[int]:
         # Inline, all episodes are reset in order before the first action: instance and episode have one number.
-        return [*tokenizer.encode(made[request.episode].policies()["random"]([], rng)), tokenizer.eos_token_id]
+        return [*tokenizer.encode(made[request.episode].scripted_policies()["random"]([], rng)), tokenizer.eos_token_id]
 
     engine = RolloutEngine(
         EnvironmentPool(factory),
