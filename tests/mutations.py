@@ -69,7 +69,7 @@ ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
-MISMATCH = "tests/trainers/test_mismatch_runs.py"
+MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
@@ -567,11 +567,11 @@ MUTATIONS = [
     ),
     Mutation(
         "sampler and trainer compared after pooling", "trainers/trainer.py",
-        "if self.mismatch.is_open:\n            assert", "if False:\n            assert", f"{MISMATCH} -k stops_before",
+        "if self.mismatch.is_open:\n            assert", "if False:\n            assert", f"{MISMATCH_RUNS} -k stops_before",
     ),
     Mutation(
         "the first of two batches not compared", "trainers/trainer.py",
-        "== self.args.steps_per_generation - 1", "== -1", f"{MISMATCH} -k two-batches",
+        "== self.args.steps_per_generation - 1", "== -1", f"{MISMATCH_RUNS} -k two-batches",
     ),
     Mutation(
         "the mismatch of one rank", "sampling/mismatch.py",
@@ -579,11 +579,11 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that are not scored counted in the mismatch", "trainers/trainer.py",
-        "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH} -k not_read",
+        "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
-        "or any(reshaping(self.settings)))", ")", f"{MISMATCH} -k only_warns",
+        "or any(reshaping(self.settings)))", ")", f"{MISMATCH_RUNS} -k only_warns",
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",
