@@ -106,14 +106,20 @@ def test_sampled_answers_are_those_of_an_engine_in_this_process(
 def test_requests_enter_and_leave_when_they_like(server: VllmServer, model: PeftModel) -> None:
     generator = make(server, eos=[])
     assert generator.step() == [] and generator.pending == 0
-    generator.submit(GenerationRequest(0, [5, 6], 200, uniforms(0)))
-    generator.submit(GenerationRequest(1, [7], 200, uniforms(1)))
-    generator.release(1)
-    assert run(generator, GenerationRequest(2, [7], 1, uniforms(2))).episode == 2
-    assert generator.pending == 1, "the long answer is still being made"
-    while not (answers := generator.step()):
-        assert generator.pending == 1
-    assert [answer.episode for answer in answers] == [0] and len(answers[0].token_ids) == 200
+    for _ in range(20):  # a busy machine may send the short one too late
+        generator.submit(GenerationRequest(0, [5, 6], 200, uniforms(0)))
+        generator.submit(GenerationRequest(1, [7], 200, uniforms(1)))
+        generator.release(1)
+        generator.submit(GenerationRequest(2, [7], 1, uniforms(2)))
+        answers = []
+        while generator.pending:
+            answers += generator.step()
+            assert generator.pending == 2 - len(answers)
+        assert {answer.episode: len(answer.token_ids) for answer in answers} == {0: 200, 2: 1}
+        if answers[0].episode == 2:
+            break
+    else:
+        pytest.fail("The short answer has never left before the long one.")
     generator.submit(GenerationRequest(3, [3], 200, uniforms(3)))
     generator.close()
     assert generator.pending == 0
