@@ -43,7 +43,7 @@ demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in mi
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on several seeds, every game of the libraries
 	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser and not agents"

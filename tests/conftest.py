@@ -45,23 +45,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module("quick").make_quick()
 
 
-# What costs most comes first: with two workers the last file to begin should be a short one.
-COSTLIEST = (
-    "trainers/test_own_loss.py", "rollout/agents/test_faults.py", "trainers/test_agents_ahead.py",
-    "trainers/test_ppo.py", "test_docs.py", "trainers/test_batches_ahead.py", "trainers/test_checkpoint.py",
-    "trainers/test_two_processes.py", "trainers/test_training_options.py", "envs/test_agent_command.py",
-    "trainers/test_paths.py", "trainers/test_hub.py", "trainers/test_out_of_memory.py",
-    "trainers/test_checkpoint_two_processes.py", "populations/test_population.py", "trainers/test_resume.py",
-    "trainers/test_misbehaving_environments.py", "envs/test_isolation.py", "trainers/test_paths_runs.py",
-    "envs/test_agent_isolation.py", "test_killed_ahead.py", "test_first_snippet.py",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {Path(__file__).parent / name: place for place, name in enumerate(COSTLIEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
 _modules = 0
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ class Elsewhere:
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self.what, self.turns = (options or {}).get("what"), 0
+        self.hangs = (options or {}).get("hangs")
         return "go", {"process": os.getpid(), "seed": seed}
 
     def step(self, action: str) -> Any:
@@ -25,7 +27,11 @@ class Elsewhere:
         if self.what == "die":
             os._exit(7)
         if self.what == "hang":
+            if self.hangs:
+                Path(self.hangs).touch()
             time.sleep(600)
+        while self.hangs and not os.path.exists(self.hangs):  # the other one
+            time.sleep(0.01)
         if self.what == "unsendable":
             return "up", 0.0, False, False, {"function": lambda: None}
         return "up", float(self.turns), self.turns == 2, False, {"process": os.getpid()}

@@ -60,12 +60,13 @@ def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
     assert "the result of step cannot be sent" in str(episodes[4].error)
 
 
-def test_a_hang_is_killed(clock: Any) -> None:
-    engine = make_engine(Elsewhere, processes=2, timeout=0.1)
-    first = engine.run(specs({}, {}), ScriptedSampler())
-    episodes = engine.run(specs({"what": "hang"}, {}), ScriptedSampler(), lambda over: setattr(clock, "pace", 1e6))
+def test_a_hang_is_killed(clock: Any, tmp_path: Path) -> None:
+    """Its time is over when the other episode ends, which waits until it hangs."""
+    engine, hangs = make_engine(Elsewhere, processes=2, timeout=0.1), str(tmp_path / "hangs")
+    games = specs({"what": "hang", "hangs": hangs}, {"hangs": hangs})
+    episodes = engine.run(games, ScriptedSampler(), lambda over: setattr(clock, "pace", 1e6))
     assert [episode.stop_reason for episode in episodes] == [TIMEOUT, TERMINATED]
-    hung = ({e.reset_info["process"] for e in first} - {episodes[1].reset_info["process"]}).pop()
+    hung = episodes[0].reset_info["process"]
     for _ in range(1000):
         if not _alive(hung):
             break
@@ -132,5 +133,5 @@ def _alive(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second while it is read
         return False
