@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy
 from episodes import ScriptedSampler, make_engine, specs
@@ -130,8 +132,6 @@ def test_a_factory_that_cannot_be_sent_is_refused() -> None:
 
 
 def _alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second while it is read
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
