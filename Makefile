@@ -22,9 +22,7 @@ overlay = test -d $(1) || $(RUN) -m venv $(1); \
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 AGILERL := .venv-agilerl
-TRL_NEWEST := .venv-trl-newest
-TRL ?= trl
-CONTRACT := tests/trainers/test_trl_contract.py $(addprefix tests/trainers/test_,without_environment.py multi_turn_grpo.py ppo.py updates.py resume.py packing.py)
+SUITE := -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 # With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
 GPU_WHEELS := .gpu-wheels
@@ -37,29 +35,45 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-trl-newest test-vllm test-agents test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-newest test-lowest test-vllm test-agents test-launch test-viewer test-isolation wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+	$(RUN) -m pytest $(SUITE)
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on several seeds, every game of the libraries
 	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser and not agents"
 
-test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
-	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
+# Of a file of GPU tests alone nothing is collected, which is pytest's exit code 5.
+test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own; each file in its own process
+	@failed=0; for file in tests/on_vllm/test_*.py; do \
+	  $(VLLM)/bin/python -m pytest $$file -m "not gpu" || test $$? = 5 || failed=1; \
+	done; exit $$failed
 
 test-agents: $(AGENTS)/.installed  ## the real clients of agents, in an environment of their own
 	$(AGENTS)/bin/python -m pytest tests/on_agents
 
-test-trl-newest: $(VENV)/.installed-dev  ## the contract with TRL, and trainers, on the newest TRL; TRL=trl==1.15.0 takes another
-	@$(call overlay,$(TRL_NEWEST))
-	@sed '/^trl==/d' requirements/constraints.txt > $(TRL_NEWEST)/constraints.txt
-	$(TRL_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint $(TRL_NEWEST)/constraints.txt "$(TRL)"
-	$(TRL_NEWEST)/bin/python -c "import trl, transformers as t; print('TRL', trl.__version__, 'with transformers', t.__version__)"
-	$(TRL_NEWEST)/bin/python -m pytest -q $(CONTRACT)
+# In an environment of its own, as a stranger has it: the wheel, with the versions that this resolution of uv chooses. First
+# without the extra dev, and tests that need a package of it skip; then with it. `pytest`, since `python -m pytest` would
+# import the clone.
+test-newest: VERSIONS := highest
+test-lowest: VERSIONS := lowest-direct
+test-newest test-lowest: OWN = .venv-$(VERSIONS)
+test-newest:  ## the suite on the wheel with the newest versions that there are, without constraints; half an hour
+test-lowest:  ## the suite on the wheel with the lowest versions that pyproject.toml allows; half an hour
+test-newest test-lowest:
+	$(PYTHON) -m venv --clear $(OWN)
+	$(OWN)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	rm -rf build
+	$(OWN)/bin/uv build --quiet --wheel --out-dir $(OWN)/wheel
+	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --resolution $(VERSIONS) --requirement pyproject.toml
+	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --no-deps $(OWN)/wheel/*.whl
+	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet pytest pytest-xdist
+	$(OWN)/bin/pytest $(SUITE)
+	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --upgrade --resolution $(VERSIONS) --requirement pyproject.toml --extra dev
+	$(OWN)/bin/pytest $(SUITE)
 
 test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
 	$(RUN) -m pytest tests/launch tests/test_cli_errors.py -m "launch and not gpu"
@@ -68,12 +82,16 @@ test-viewer: $(VENV)/.installed-dev  ## the viewer's page in a real Chromium; sc
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || { echo "make test-viewer needs Chromium: apt-get install -y chromium" >&2; exit 1; }
 	$(RUN) -m pytest tests/viewer -m browser -s
 
+test-isolation: $(VENV)/.installed-dev  ## the tests that need bubblewrap; says what is missing, and installs no program
+	@$(RUN) -c "from agile_trainers.envs.isolation.levels import why_not; why = why_not('bubblewrap'); exit(f'make test-isolation: {why}' if why else 0)"
+	$(RUN) -m pytest -n 2 --dist loadfile -m bubblewrap
+
 check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone and run the README's snippet and each command
+wheel: $(VENV)/.installed-dev  ## build the wheel, and run each command and the README's snippet with its core dependencies alone
 	$(RUN) -m pytest tests/test_wheel.py -s
 
 snippets: $(VENV)/.installed-dev  ## every code block of README and docs; the README's first one and AgileRL's on three seeds
@@ -145,7 +163,7 @@ bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside Ag
 	$(RUN) benchmarks/evolution_vs_agilerl.py
 
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGENTS) $(AGILERL) $(TRL_NEWEST) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGENTS) $(AGILERL) .venv-highest .venv-lowest-direct .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,12 @@
-"""Finds what the user names (``module.path:Name``, a folder), and keeps the user's code from ending the program."""
+"""Finds what the user names (``module.path:Name``, a folder), and keeps imported code from side effects on the program."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -140,3 +143,24 @@ def nearest(name: object, names: Iterable[str], *, count: int = 3, cutoff: float
     """
     found = difflib.get_close_matches(str(name), list(names), n=count, cutoff=cutoff)
     return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+@contextmanager
+def matplotlib_apart() -> Iterator[None]:
+    """Keep matplotlib, if it is imported inside, from making its folders in the home folder.
+
+    It writes a list of the fonts there when it is imported. A folder that exists, or that ``MPLCONFIGDIR`` names, is used.
+    """
+    places = (os.environ.get("XDG_CONFIG_HOME") or "~/.config") + "/matplotlib", "~/.matplotlib"
+    its_own = any(os.path.isdir(os.path.expanduser(place)) for place in places)
+    if its_own or "matplotlib" in sys.modules or "MPLCONFIGDIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="matplotlib-") as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            yield
+            if "matplotlib" in sys.modules:
+                importlib.import_module("matplotlib.font_manager")
+        finally:
+            os.environ.pop("MPLCONFIGDIR", None)

@@ -5,7 +5,7 @@
 The script makes the demo's tiny model, which knows the format of the game. Eight adapters on it draw their learning rates
 over a factor of 100 and train by population-based training: after each round the worst two are replaced by copies of the
 best two, whose hyperparameters are moved. Run again, it goes on where it was left. It prints a table after each round.
-`<output_dir>/population` holds the lineage, its picture and the members, `<output_dir>/winner` the best member's policy.
+`<output_dir>/population` holds the lineage and the members, `<output_dir>/winner` the best member's policy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from agile_environments.guess_number import demonstrations
 from agile_trainers.cli.demo.command import ENVIRONMENT, Budget, lora, make_arguments, make_sft_trainer, secrets
 from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.embedded import make_embedded_model, words_of
-from agile_trainers.populations import HyperparameterConfig, Population, Range, Round
-from agile_trainers.populations.picture import write_picture
+from agile_trainers.populations import HyperparameterConfig, Population, Range
 
 
 def make_base(output: Path, budget: Budget) -> Path:
@@ -81,12 +80,8 @@ def main() -> None:
         on_trainer=progress.watch,
     )
 
-    def on_round(done: Round) -> None:
-        progress.show(done)
-        write_picture(population.lineage, population.output_dir)
-
     with progress.bar:
-        lineage = population.run(on_round)
+        lineage = population.run(progress.show)
     shutil.rmtree(options.output_dir / "winner", ignore_errors=True)
     winner = population.export(options.output_dir / "winner")
     best = lineage.winner

@@ -6,13 +6,16 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import left_files
+import missing_programs
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread on tiny tensors costs ten times what it brings
@@ -21,22 +24,29 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-# What `datasets`, `evaluate` and `trackio` write, out of the home folder. They read these when they are imported, which the
-# conftest of a folder may do before pytest calls any hook.
-_written = tempfile.TemporaryDirectory(prefix="datasets-")
-os.environ["HF_DATASETS_CACHE"] = _written.name
-os.environ["HF_METRICS_CACHE"] = f"{_written.name}/metrics"
-os.environ["HF_MODULES_CACHE"] = f"{_written.name}/modules"
-os.environ["TRACKIO_DIR"] = f"{_written.name}/trackio"
-
-
 # Accelerate reads the metadata of DeepSpeed and PEFT in each forward pass: a tenth of the time of a run this small.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.add_cleanup(_written.cleanup)
+    for plugin in (left_files, missing_programs):
+        config.pluginmanager.register(plugin)
+    installed, found = Path(sysconfig.get_path("purelib"), "agile_trainers"), importlib.util.find_spec("agile_trainers")
+    if installed.exists() and found and found.origin != str(installed / "__init__.py"):
+        raise pytest.UsageError(
+            f"The wheel in {installed} would not be tested, but {found.origin}. Run `pytest`, not `python -m pytest`, which "
+            "looks in the current folder first."
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Some files of tests import what imports matplotlib."""
+    from agile_trainers.imports import matplotlib_apart
+
+    with matplotlib_apart():
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -36,7 +36,7 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg", "agile_trainers.algorithms.grpo", "agile_trainers.evaluation.policy",
 )  # fmt: skip
 
-ADDRESS = Path(tempfile.gettempdir(), f"forks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
+ADDRESS = Path(os.environ.get("TESTS_FORKS") or f"{tempfile.gettempdir()}/forks-{os.getpid()}")
 """One for all workers of a test run."""
 
 Done = subprocess.CompletedProcess[str]
@@ -146,8 +146,9 @@ def run_ranks(processes: int, arguments: Sequence[object], *, timeout: float = 6
 def _serve(address: str, libraries: Sequence[str]) -> None:
     """Fork for each connection, until the input ends. In a fork of a fork, run a program and return."""
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in conftest.py
-    for name in libraries:
-        importlib.import_module(name)
+    with importlib.import_module("agile_trainers.imports").matplotlib_apart():
+        for name in libraries:
+            importlib.import_module(name)
     importlib.import_module("quick").make_quick()
     gc.collect()
     gc.freeze()  # collections in the forks would copy all pages

@@ -35,7 +35,8 @@ _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "r
 _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 _WAITS = {"_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_consecutive", "unique_dim", "_unique2"}
 """Kernels after which the host reads a result, or needs the size of the output."""
-_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "index_fill_"}
+"""`index_fill_` is what `x[i] = 1.0` runs on the CPU since torch 2.15; a GPU runs `index_put_`."""
 _CROSSING = {"copy_", "set_", *_INDEXING}
 """Kernels that take tensors of both devices: copies, and indices of the CPU."""
 _NO_NUMBERS = {"cat", "stack"}
@@ -110,7 +111,7 @@ class _Kernels(TorchDispatchMode):
 
     def _check(self, func: Any, name: str, given: list[tuple[torch.Tensor, Any]], args: Any) -> None:
         """Raise for tensors of both devices; count a kernel that makes the host wait."""
-        indices = [i for i in args[1] if i is not None] if name in _INDEXING else []
+        indices = [*_tensors(args[1:3] if name == "index_fill_" else args[1])] if name in _INDEXING else []
         strangers = any(place is CPU and (t.dim() or name in _NO_NUMBERS) for t, place in given)
         outside = bool(indices) and given[0][1] is CPU  # indices of the GPU into a tensor of the CPU
         if outside or (strangers and name not in _CROSSING):

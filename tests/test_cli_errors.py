@@ -13,6 +13,7 @@ from typing import Any
 
 import forks
 import pytest
+from installed import skip_without_libraries
 from trl import GRPOConfig
 
 from agile_trainers.cli import early, train
@@ -149,6 +150,7 @@ def test_a_mistake_is_one_message_with_the_way_out(
     mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv, expected = MISTAKES[mistake]
+    skip_without_libraries(" ".join(argv))
     monkeypatch.chdir(folder)
     try:
         code = main(argv)

@@ -25,7 +25,6 @@ from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.populations import PBT, Lineage, LineageEvent, Round, Tournament
-from agile_trainers.populations.picture import PICTURE
 
 OPTIONS = {
     "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
@@ -81,7 +80,6 @@ def test_the_winner_goes_on_to_the_next_stage(chained: Any) -> None:
     assert lineage(stage.parent / "reinforce") == ["Multi-turn REINFORCE", "Multi-turn GRPO"]
     parent = json.loads((stage.parent / "reinforce" / "agile_trainers.json").read_text())["parent"]
     assert "winner" in json.dumps(parent)
-    assert (stage / "population" / PICTURE).stat().st_size > 10_000
     assert "round 1 of 2" in printed and "round 2 of 2" in printed and "stopped" in printed
 
     again = chain.run_pipeline(parse_pipeline(pipeline), Console(file=StringIO()))
@@ -293,4 +291,4 @@ def test_the_example_of_populations(tmp_path: Path) -> None:
     assert (
         "(done before)" in again.stdout and "(done before)" not in once.stdout and weights(tmp_path / "winner") == first
     )
-    assert (tmp_path / "population" / PICTURE).is_file() and "wins" in once.stdout
+    assert "wins" in once.stdout

@@ -169,7 +169,7 @@ def test_what_is_not_installed_comes_with_the_command(monkeypatch: pytest.Monkey
     lines = listed()[1].splitlines()
     for prefix, command in (
         ("gem", "pip install 'agile-trainers[envs]'"),
-        ("verifiers", "pip install 'verifiers>=0.4'"),
+        ("verifiers", "pip install 'agile-trainers[verifiers]'"),
     ):
         row = next(index for index, line in enumerate(lines) if line.startswith(f"{prefix} "))
         assert "not installed" in lines[row] and f"Run: {command}" in lines[row + 1]

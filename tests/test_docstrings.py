@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from doc_blocks import PAGES
+from sources import forget, nodes, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "What Who Whom Whose Whether How When Where Which Why Do Does Did Is Are Can Could Should Would Will"
@@ -73,10 +74,10 @@ def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
     return {one.arg for one in named if one is not None} - {"self", "cls"}
 
 
-def wrong_arguments(tree: ast.AST, name: str) -> list[str]:
+def wrong_arguments(among: Iterable[ast.AST], name: str) -> list[str]:
     """Arguments that a docstring documents and the code does not take, and parameters that its ``Args:`` leaves out."""
     wrong = []
-    for node in ast.walk(tree):
+    for node in among:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             documented, taken, of = (
                 documented_arguments(ast.get_docstring(node)),
@@ -94,9 +95,9 @@ def wrong_arguments(tree: ast.AST, name: str) -> list[str]:
     return wrong
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
+def texts(among: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the docstrings of attributes, and the help and description of options and parsers."""
-    for node in ast.walk(tree):
+    for node in among:
         found: list[ast.AST] = []
         if isinstance(node, ast.Expr):
             found = [node.value]
@@ -111,45 +112,51 @@ def _files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", _files("agile_trainers", "environments"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_do_not_open_with_a_riddle(path: Path) -> None:
-    found = list(_documented(ast.parse(path.read_text(encoding="utf-8")), path.stem))
-    assert [(name, text) for name, text in found if text and is_riddle(text)] == []
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    yield
+    forget()
+
+
+def test_docstrings_do_not_open_with_a_riddle() -> None:
+    files = _files("agile_trainers", "environments")
+    found = [(path, name, text) for path in files for name, text in _documented(tree(path), path.stem)]
+    assert [one for one in found if one[2] and is_riddle(one[2])] == []
     # Methods without a docstring override one of a library or a protocol.
-    public = [(name, text) for name, text in found if not re.search(r"\..*\.|\._", name)]
-    assert [name for name, text in public if text is None] == []
+    assert [one for one in found if one[2] is None and not re.search(r"\..*\.|\._", one[1])] == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_documented_arguments_are_those_that_are_taken(folder: str) -> None:
-    found = [one for path in _files(folder) for one in wrong_arguments(ast.parse(path.read_text("utf-8")), path.stem)]
-    assert found == []
+def test_documented_arguments_are_those_that_are_taken() -> None:
+    assert [one for path in _files(*FOLDERS) for one in wrong_arguments(nodes(path), path.stem)] == []
+
+
+def in_text(source: str) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(source))
 
 
 def test_a_wrong_argument_is_found() -> None:
     docstring = '"""Text.\n\n    Args:\n        a, b: Both.\n            more: of it.\n        *rest: Others.\n    """'
     function = f"def f(self, a, {{}}, *rest):\n    {docstring}"
-    assert wrong_arguments(ast.parse(function.format("b")), "m") == []
-    assert wrong_arguments(ast.parse(function.format("c")), "m") == ["m.f takes no 'b'", "m.f does not document 'c'"]
-    assert wrong_arguments(ast.parse(f"class A:\n    {docstring}\n    a: int\n    b: int"), "m") == [
+    assert wrong_arguments(in_text(function.format("b")), "m") == []
+    assert wrong_arguments(in_text(function.format("c")), "m") == ["m.f takes no 'b'", "m.f does not document 'c'"]
+    assert wrong_arguments(in_text(f"class A:\n    {docstring}\n    a: int\n    b: int"), "m") == [
         "m.A takes no 'rest'"
     ]
 
 
 def test_help_texts_and_attributes_do_not_open_with_a_riddle() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in _files(*FOLDERS)}
-    found = {path: list(texts(tree)) for path, tree in trees.items()}
+    found = {path: list(texts(nodes(path))) for path in _files(*FOLDERS)}
     assert sum(map(len, found.values())) > 300
     assert [(path.name, text) for path, all_ in found.items() for text in all_ if is_riddle(text)] == []
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_pages_open_with_a_statement(page: Path) -> None:
-    title, opening = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S).split("\n\n")[:2]
-    assert title.startswith("# ") and re.match(r"[A-Z`\[\*a-z]", opening), opening
-    assert not is_riddle(opening.lstrip("*`["))
+def test_pages_open_with_a_statement() -> None:
+    wrong = {}
+    for page in (*PAGES, ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"):
+        title, opening = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S).split("\n\n")[:2]
+        if not (title.startswith("# ") and re.match(r"[A-Z`\[\*a-z]", opening)) or is_riddle(opening.lstrip("*`[")):
+            wrong[page] = title, opening
+    assert wrong == {}
 
 
 def test_targets_of_make_say_what_they_do() -> None:
@@ -159,4 +166,4 @@ def test_targets_of_make_say_what_they_do() -> None:
 
 @pytest.mark.parametrize("text", ["What it does.", "whether to save", "If set, saves.", "Once per step, saves."])
 def test_riddles_are_found(text: str) -> None:
-    assert is_riddle(text) and list(texts(ast.parse(f"parser.add_argument('--x', help={text!r})"))) == [text]
+    assert is_riddle(text) and list(texts(in_text(f"parser.add_argument('--x', help={text!r})"))) == [text]

@@ -89,6 +89,7 @@ def cases(tmp_path, monkeypatch):
         return runner.run(tmp_path / "results", **(settings | options)).results()
 
     monkeypatch.setattr(runner, "FILES", ("tests/on_gpu/test_made.py",))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a process that dies leaves its files
     yield run
     (HERE / "on_gpu/test_made.py").unlink(missing_ok=True)
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 import trl
-from mutations import MUTATIONS, Mutation
+from mutations import MUTATIONS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sources import forget, nodes, tree
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -43,6 +44,12 @@ IMPORTS_WHAT_IT_IS_TOLD = {
 """Files that import by a name from elsewhere: of the user, of a ready task, or of the library that the file adapts."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    yield
+    forget()
+
+
 # ------------------------------------------------------------------------------------------------------- import order
 
 
@@ -60,13 +67,16 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+PARTS = {part_of(path) for path in FILES} - {"__init__"}
+
+
 def level_of(part: str) -> int:
     return next(number for number, level in enumerate(LEVELS) if part in level)
 
 
-def for_types(tree: ast.Module) -> set[ast.AST]:
+def for_types(path: Path) -> set[ast.AST]:
     """The nodes of a file that only type checkers read."""
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    blocks = (node for node in nodes(path) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
 
 
@@ -75,9 +85,8 @@ def imported(path: Path, *, at_run_time: bool = False) -> frozenset[str]:
     """Modules that a file imports anywhere in it, also inside functions, or names in full in a string."""
     names = set[str]()
     package = (path.relative_to(ROOT) if path.is_relative_to(PACKAGE) else path).with_suffix("").parts[:-1]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    left_out = for_types(tree) if at_run_time else set()
-    for node in ast.walk(tree):
+    left_out = for_types(path) if at_run_time else set()
+    for node in nodes(path):
         if node in left_out:
             continue
         if isinstance(node, ast.Import):
@@ -92,28 +101,25 @@ def imported(path: Path, *, at_run_time: bool = False) -> frozenset[str]:
 
 
 def parts_imported(path: Path) -> set[str]:
-    there = {part_of(file) for file in FILES} - {"__init__"}
     names = (name.split(".") for name in imported(path))
-    return {name[1] for name in names if name[0] == "agile_trainers" and len(name) > 1 and name[1] in there}
+    return {name[1] for name in names if name[0] == "agile_trainers" and len(name) > 1 and name[1] in PARTS}
 
 
 def test_the_order_of_imports_names_every_part_once() -> None:
     named = [part for level in LEVELS for part in level]
-    assert sorted(named) == sorted({part_of(path) for path in FILES} - {"__init__"})
+    assert sorted(named) == sorted(PARTS)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent != PACKAGE or path.stem != "__init__"],
-                         ids=lambda path: str(path.relative_to(PACKAGE)))  # fmt: skip
-def test_imports_go_the_way_that_the_rules_state(path: Path) -> None:
+def test_imports_go_the_way_that_the_rules_state() -> None:
     """Lazy imports and names in strings included. Parts of one level do not import each other."""
-    part = part_of(path)
-    lower = {other for level in LEVELS[: level_of(part)] for other in level}
-    assert parts_imported(path) - {part} <= lower
+    lower = {part: {part}.union(*LEVELS[: level_of(part)]) for level in LEVELS for part in level}
+    files = [path for path in FILES if path != PACKAGE / "__init__.py"]
+    wrong = {str(path.relative_to(PACKAGE)): parts_imported(path) - lower[part_of(path)] for path in files}
+    assert {file: parts for file, parts in wrong.items() if parts} == {}
 
 
 FOR_TYPES = {
     ("agile_trainers.rollout.generators.vllm.servers", "agile_trainers.rollout.generators.vllm.server"),
-    ("agile_trainers.trainers.hyperparameter_search", "agile_trainers.trainers.trainer"),
     ("agile_trainers.trainers.manual_loop", "agile_trainers.trainers.trainer"),
 }
 """Files that import a file above them, for annotations alone; it may only shrink."""
@@ -121,9 +127,9 @@ FOR_TYPES = {
 
 def files_imported(path: Path, *, at_run_time: bool) -> set[str]:
     """The files of the package that a file imports, each as its module."""
-    modules, found = {module_of(file) for file in FILES}, set[str]()
+    found = set[str]()
     for name in imported(path, at_run_time=at_run_time):
-        while name not in modules and name:
+        while name not in MODULES and name:
             name = name.rpartition(".")[0]
         found.add(name)
     return found - {"", "agile_trainers"}
@@ -171,7 +177,7 @@ def test_a_module_is_imported_by_name_only_where_the_name_is_given() -> None:
     """Everywhere else the name is written out, at least its beginning, so that the order above sees it."""
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTING):
                 (name,) = node.args
                 if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.FormattedValue):
@@ -185,8 +191,8 @@ def test_ready_tasks_are_above_environments_and_asked_for_in_one_place() -> None
     """The one way up: the registry looks the ready tasks up when an id begins with ``agile:``."""
     users = {str(path.relative_to(PACKAGE)) for path in FILES if any("agile_environments" in n for n in imported(path))}
     assert {user for user in users if not user.startswith("cli/")} == {"envs/registry.py"}
-    tree = ast.parse((PACKAGE / "envs/registry.py").read_text(encoding="utf-8"))
-    assert not any("agile_environments" in (getattr(node, "module", "") or "") for node in tree.body)
+    registry = tree(PACKAGE / "envs/registry.py")
+    assert not any("agile_environments" in (getattr(node, "module", "") or "") for node in registry.body)
     below = {part for level in LEVELS[: level_of("envs") + 1] for part in level}
     for path in (ROOT / "environments").rglob("*.py"):
         assert parts_imported(path) <= below, path
@@ -219,7 +225,7 @@ def test_every_rule_names_a_test_that_exists_or_is_taste() -> None:
 
 def test_functions_are_short() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert (node.end_lineno or 0) - node.lineno < 100, f"{path.relative_to(ROOT)}: {node.name}"
 
@@ -244,7 +250,7 @@ def test_a_public_name_is_defined_once() -> None:
     allowed |= {(file, name) for name, files in ELSEWHERE.items() for file in files}
     homes: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree(path).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     twice = {name: set(files) for name, files in homes.items() if len(files) > 1}
@@ -285,19 +291,21 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+MODULES = {module_of(path) for path in FILES}
+
+
 @cache
 def classes() -> dict[Class, tuple[Path, ast.ClassDef, list[Class]]]:
     """The package's classes and their bases, read from the source: not every file can be imported without vLLM."""
     found = {}
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         home = {
             alias.asname or alias.name: (node.module or "", alias.name)
-            for node in ast.walk(tree)
+            for node in nodes(path)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 bases = [home.get(name, (module_of(path), name)) for name in map(ast.unparse, node.bases)]
                 found[module_of(path), node.name] = path, node, bases
@@ -341,6 +349,7 @@ def test_at_most_four_classes_of_ours_in_the_method_order(trainer: type) -> None
     assert sum(kind.__module__.startswith("agile_trainers") for kind in trainer.__mro__) <= 4
 
 
+@cache
 def private_names(kind: type) -> set[str]:
     """Names with one underscore that a class's source defines, declares or sets on ``self``."""
     found = {*vars(kind), *inspect.get_annotations(kind)}
@@ -357,7 +366,7 @@ def test_private_names_of_trl_that_other_files_read() -> None:
     found: dict[str, Counter[str]] = {}
     for path in FILES:
         names = Counter[str]()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and node.attr in theirs:
                 names[node.attr] += ast.unparse(node.value) not in ("self", "cls")
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("trl", "transformers")):
@@ -380,7 +389,7 @@ def test_no_private_attribute_of_a_trainer_is_known_to_another_file() -> None:
     shared = set()
     for path in FILES:
         is_trainer = any(str(path) in files for files in homes.values()) or path.stem in ALGORITHMS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             foreign = isinstance(node, ast.Attribute) and node.attr in homes and homes[node.attr] != {str(path)}
             if foreign and (is_trainer or ast.unparse(node.value) not in ("self", "cls")):
                 shared.add(f"{path.name}: {ast.unparse(node)}")
@@ -412,7 +421,7 @@ def test_lower_parts_know_nothing_of_the_training_libraries(files: str, foreign:
 
 def _top_level_imports(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -440,11 +449,11 @@ def test_every_trainer_can_be_imported_from_the_package() -> None:
         agile_trainers.MultiTurnGRPO  # noqa: B018
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_finds_its_line(mutation: Mutation) -> None:
-    source = (ROOT / "agile_trainers" / mutation.file).read_text(encoding="utf-8")
-    assert source.count(mutation.old) == 1 and mutation.new != mutation.old
-    assert all((ROOT / word).exists() for word in mutation.tests.split() if word.endswith(".py"))
+def test_every_mutation_finds_its_line_and_its_tests() -> None:
+    sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in {one.file for one in MUTATIONS}}
+    assert [one.name for one in MUTATIONS if sources[one.file].count(one.old) != 1 or one.new == one.old] == []
+    named = {word.partition("::")[0] for one in MUTATIONS for word in one.tests.split() if word.startswith("tests/")}
+    assert {file for file in named if not (ROOT / file).exists()} == set()
 
 
 def test_constraints_pin_every_core_requirement_exactly() -> None:
@@ -459,8 +468,10 @@ def test_constraints_pin_every_core_requirement_exactly() -> None:
 
 def test_no_test_imports_another() -> None:
     """Helpers are in modules of their own, shared fixtures in conftest files."""
-    for path in (ROOT / "tests").rglob("*.py"):
-        assert not {name for name in _top_level_imports(path) if name.startswith("test_")}, path
+    importing = re.compile(r"^\s*(?:from|import)\s+(?:[\w.]+(?:\s+as\s+\w+)?\s*,\s*)*test_\w+", flags=re.M)
+    assert all(importing.search(f"import a as b, {line}") for line in ("test_c", "d.e, test_c"))
+    found = {path.name: importing.findall(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_no_two_test_files_share_a_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,7 @@ def test_tensors_of_two_devices_do_not_meet(gpu):
         lambda: torch.stack([there[0], torch.tensor(1.0)]),
         lambda: there.index_select(0, torch.tensor([0])),
         lambda: here[torch.tensor([0], device="cuda")],
+        lambda: operator.setitem(here, torch.tensor([0], device="cuda"), 5.0),
         lambda: torch.nn.functional.embedding(torch.tensor([0]), there[:, None]),
         lambda: torch.nn.functional.linear(there, torch.nn.Linear(3, 2).weight),
         lambda: there.add_(here),

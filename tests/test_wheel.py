@@ -1,18 +1,21 @@
-"""The wheel holds every file, and works in an environment without the clone (``make wheel``)."""
+"""The wheel holds every file, and works with its core dependencies alone, without the clone (``make wheel``)."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
+from importlib.metadata import distribution, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from agile_trainers.cli.main import COMMANDS
 
@@ -56,28 +59,54 @@ def test_it_holds_every_file_and_no_other(wheel: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- installed
 
 
-class Installed:
-    """A fresh environment with the wheel and, from the one that runs the tests, its dependencies; and an empty folder."""
+def needed(requirements: list[str], extras: set[str], found: dict[str, set[str]]) -> None:
+    """Collect distributions that these requirements need, directly or not, each with the extras that are asked of it."""
+    for requirement in map(Requirement, requirements):
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            continue
+        if name not in found or not requirement.extras <= found[name]:
+            found[name] = found.get(name, set()) | requirement.extras
+            needed(requires(name) or [], found[name], found)
 
-    def __init__(self, wheel: Path, folder: Path):
+
+class Installed:
+    """A fresh environment with the wheel and, from the one that runs the tests, its dependencies alone; an empty folder."""
+
+    def __init__(self, wheel: Path, folder: Path, *extras: str):
         self.folder, environment = folder / "empty", folder / "environment"
         self.folder.mkdir()
         venv.create(environment)
         self.binaries = environment / "bin"
         (packages,) = (environment / "lib").glob("python*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(self.binaries / "python")]
-        done = subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*pip, "install", "--no-deps", "--no-index", str(wheel)],
+            env={
+                **os.environ,
+                "PATH": os.defpath,
+            },  # pip asks rustc for its version, and that may be rustup, which writes
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
-        # A folder that a .pth file names is searched, but its own .pth files, which find the clone, are not read.
-        (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+        needed(requires("agile-trainers") or [], set(extras), found := {})
+        for name in found:
+            top = {
+                file.parts[0] for file in distribution(name).files or () if file.parts[0] not in ("..", "__pycache__")
+            }
+            for part in top:
+                if not (packages / part).exists():  # of a namespace that several share, the first one's folder has all
+                    (packages / part).symlink_to(distribution(name).locate_file(part))
         self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
-    def run(self, command: str, *arguments: str) -> str:
+    def run(self, command: str, *arguments: str, given: str | None = None) -> str:
         print("$", command, *arguments if len(str(arguments)) < 400 else (f"{arguments[0]} ...",))
         done = subprocess.run(
             [str(self.binaries / command), *arguments],
             cwd=self.folder,
             env=self.variables,
+            input=given,
             capture_output=True,
             text=True,
             timeout=600,
@@ -91,10 +120,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     return Installed(wheel, tmp_path_factory.mktemp("installed"))
 
 
-@pytest.mark.slow
-def test_nothing_is_imported_from_the_clone(installed: Installed) -> None:
-    code = """
-import importlib, pkgutil, sys
+def test_what_is_needed_of_a_requirement() -> None:
+    needed(["trl"], set(), plain := {})
+    assert {"trl", "transformers", "huggingface-hub", "pyyaml"} <= plain.keys() and "pytest" not in plain
+    needed(["agile-trainers[verifiers]"], set(), more := {})
+    assert "verifiers" in more and more["agile-trainers"] == {"verifiers"}
+
+
+STRANGER = """
+import importlib, json, pkgutil, sys
+from agile_trainers.cli.main import main
+
+given = json.load(sys.stdin)
+sys.stdin = open(given["answers"])
+for arguments in given["commands"]:
+    print("$ agile-trainers", *arguments, flush=True)
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert not code, (arguments, code)
+exec(given["snippet"], {"__name__": "__main__"})
+
 import agile_environments, agile_trainers
 for package in (agile_trainers, agile_environments):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -107,41 +154,55 @@ files = [m.__file__ for n, m in sys.modules.items() if n.startswith("agile_") an
 print(len(files), "modules of", agile_trainers.__path__)
 assert len(files) > 80 and all(file.startswith(sys.prefix) for file in files)
 """
-    print(installed.run("python", "-c", code))
 
 
-@pytest.mark.slow
-def test_the_readmes_first_snippet_runs(installed: Installed, embedded_model: Path) -> None:
-    """With another model and environment, fewer and shorter steps, and without the Hub."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    snippet = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert snippet is not None
-    code = snippet[1]
+def readmes_snippet(model: Path) -> str:
+    """README's first snippet on its environment class, with another model, fewer and shorter steps, and without the Hub."""
+    first, environment = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )[:2]
+    code = f"{environment}\n{first}"
     for pattern, replacement in {
-        r'model="[^"]*"': f"model={str(embedded_model)!r}",
-        r'environment="[^"]*"': 'environment="agile:guess_number"',
+        r'model="[^"]*"': f"model={str(model)!r}",
+        r'environment="[^"]*"': "environment=Echo",
         r"max_steps=\d+": 'max_steps=1, use_cpu=True, bf16=False, report_to="none"',
         r"max_new_tokens=\d+": "max_new_tokens=4",
         r"(?m)^trainer\.push_to_hub\(\)$": "trainer.save_model()",
     }.items():
         code, found = re.subn(pattern, replacement, code)
         assert found == 1, pattern
-    print(code)
-    installed.run("python", "-c", code)
-    assert list(installed.folder.rglob("adapter_model.safetensors"))
+    return code
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help(installed: Installed, command: str) -> None:
-    assert f"agile-trainers {command}" in installed.run("agile-trainers", command, "--help")
+def test_a_stranger_needs_the_core_dependencies_alone(installed: Installed, embedded_model: Path) -> None:
+    """Every command's help, check, demo, eval, view and play, README's snippet, every module, in one process."""
+    training = (
+        f"--model_name_or_path {embedded_model} --environment agile:guess_number --max_turns 2 --max_new_tokens 2"
+    )
+    commands = [
+        *(f"{command} --help" for command in COMMANDS),
+        "env",
+        "envs",
+        f"check grpo {training} --max_steps 1 --use_cpu --bf16 False --output_dir checked --scripted_policy random",
+        "demo --quick --output_dir demo",
+        "eval demo/adapter --environment agile:guess_number --episodes 8 --output_dir evaluated",
+        "view demo --output demo.html",
+        "play --environment agile:guess_number --max_turns 2",
+    ]
+    (answers := installed.folder / "answers").write_text("6\n3\n")
+    print(installed.run("python", "-c", STRANGER, given=json.dumps({
+        "commands": [one.split() for one in commands], "answers": str(answers), "snippet": readmes_snippet(embedded_model)
+    })))  # fmt: skip
+    written = {"demo.html", "demo/adapter/adapter_model.safetensors", "runs/guess/adapter_model.safetensors"}
+    assert all((installed.folder / path).exists() for path in written)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu/single", "cpu/zero3"])
-def test_launch_configurations_are_found(installed: Installed, embedded_model: Path, name: str) -> None:
+def test_launch_configurations_are_found(wheel: Path, tmp_path: Path, embedded_model: Path, name: str) -> None:
     if "zero" in name:
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
+    installed = Installed(wheel, tmp_path, "deepspeed" if "zero" in name else "")
     options = f"""grpo --accelerate_config {name} --main_process_port 0 --use_cpu --bf16 False --use_peft
         --lora_target_modules all-linear --environment agile:guess_number --max_turns 2 --max_new_tokens 2 --max_steps 1
         --per_device_train_batch_size 4 --num_generations 4 --report_to none --model_name_or_path {embedded_model}

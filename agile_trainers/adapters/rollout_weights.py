@@ -116,11 +116,11 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
 @contextmanager
 def _holding(copies: _Copies) -> Iterator[None]:
     """Replace parameters of modules by copies inside the block."""
-    own = {key: key[0]._parameters[key[1]] for key in copies}
+    own = {key: getattr(*key) for key in copies}
     try:
         for (module, name), copy in copies.items():
-            module._parameters[name] = nn.Parameter(copy, requires_grad=False)
+            setattr(module, name, nn.Parameter(copy, requires_grad=False))
         yield
     finally:
         for (module, name), parameter in own.items():
-            module._parameters[name] = parameter
+            setattr(module, name, parameter)

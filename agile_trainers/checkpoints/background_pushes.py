@@ -11,10 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-from huggingface_hub import set_client_factory
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import get_session, set_client_factory
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -36,14 +34,12 @@ STAGE = ".push-"
 
 
 def limit_silence() -> None:
-    """Give the Hub client of this process a timeout."""
-
-    def factory() -> httpx.Client:
-        client = default_client_factory()
-        client.timeout = httpx.Timeout(SILENCE_SECONDS)
-        return client
-
-    set_client_factory(factory)
+    """Give the Hub client of this process a timeout, if it has none."""
+    client = get_session()
+    if client.timeout.read is None:
+        # A new one is made after an error of the connection, so the first one's timeout would not do.
+        made, hooks, follow = type(client), client.event_hooks, client.follow_redirects
+        set_client_factory(lambda: made(event_hooks=hooks, follow_redirects=follow, timeout=SILENCE_SECONDS))
 
 
 def stage(files: Mapping[Path, Path], output_dir: Path) -> Path:
@@ -117,6 +113,11 @@ class BackgroundPushes:
         self._stop.set()
         self.jobs = [job for job in self.jobs if not job.cancel()]
 
+    def close(self) -> None:
+        """Cancel as :meth:`cancel` does, and take no further upload. One that is running goes on."""
+        self.cancel()
+        self._thread.shutdown(wait=False)
+
     def summarize(self) -> None:
         """Log the uploads that failed, once."""
         if self.failures:
@@ -159,7 +160,7 @@ def _may_pass(error: BaseException) -> bool:
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
         return response.status_code >= 500 or response.status_code in (408, 429)
-    return isinstance(error, (httpx.TransportError, OSError))
+    return isinstance(error, (HTTPError, OSError))
 
 
 def _error(state: RetryCallState) -> BaseException | None:

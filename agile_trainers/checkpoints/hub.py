@@ -10,9 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 from huggingface_hub import CommitInfo, auth_check, create_repo, upload_folder
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from peft import PeftModel
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
@@ -59,7 +64,9 @@ def reporting_unreachable(name: str, folder: str | Path | None = None) -> Iterat
     """
     try:
         yield
-    except (httpx.TransportError, ConnectionError) as raised:
+    except (HTTPError, ConnectionError) as raised:
+        if isinstance(raised, HfHubHTTPError):  # the Hub has answered
+            raise
         error: BaseException = raised
         if isinstance(error, HubUnreachableError) and error.__cause__ is not None:
             error = error.__cause__  # of a block inside
@@ -152,6 +159,11 @@ class HubPushes:
         """Log the background pushes that failed, once they are over."""
         if isinstance(getattr(self._trainer, "push_in_progress", None), BackgroundPushes):
             self._trainer.push_in_progress.summarize()
+
+    def close(self) -> None:
+        """Cancel the background pushes that have not begun."""
+        if isinstance(getattr(self._trainer, "push_in_progress", None), BackgroundPushes):
+            self._trainer.push_in_progress.close()
 
     def _push_later(self, folder: Path, message: str, path_in_repo: str | None = None) -> None:
         self._trainer.push_in_progress.submit(

@@ -18,6 +18,7 @@ from trl import GRPOConfig
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options, public_path
 from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.imports import matplotlib_apart
 
 _SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps",
@@ -277,8 +278,9 @@ def moving_average(values: Sequence[float], width: int) -> list[float]:
 
 def draw_curve(shown: Sequence[Panel]) -> bytes:
     """Draw the learning curve as a PNG, one plot for each quantity. A share has an axis from 0 to 1."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with matplotlib_apart():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     # Fixed margins: a layout that measures all labels takes half of the time of a card.
     inches = 5.5 * len(shown)

@@ -89,20 +89,11 @@ def known_policies(environment: Environment) -> dict[str, ScriptedPolicy]:
     Returns:
         Policies by name: ``random`` plays in the right format and ignores the state, ``expert`` plays as well as possible.
         Empty if there are none.
-
-    Raises:
-        ValueError: If they have the names that they had before: ``players()``, ``random_player``, ``expert_player``.
     """
     made: Any = environment.solve if isinstance(environment, AgentEnvironment) else type(environment)
     while isinstance(made, partial):
         made = made.func
     module = sys.modules.get(getattr(made, "__module__", ""))
-    before = {"random_player": "random_policy", "expert_player": "expert_policy"}
-    old = next((name for name in before if hasattr(module, name)), None)
-    if old is not None:
-        raise ValueError(f"{old} of the module {made.__module__} is called {before[old]}. Rename the function.")
-    if callable(getattr(environment, "players", None)):
-        raise ValueError(f"The method players() of {environment} is called scripted_policies(). Rename it.")
     own = getattr(environment, "scripted_policies", None)
     policies = own() if own is not None else {}
     named = {name: getattr(module, f"{name}_policy", policies.get(name)) for name in ("random", "expert")}

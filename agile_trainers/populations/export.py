@@ -12,7 +12,6 @@ from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.disclosure import ADAPTER_FILES, CARD, CURVE, MODEL_FILES, TOKENIZER_FILES, matching
 from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent, with_error
-from agile_trainers.populations.picture import PICTURE, write_picture
 
 _VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 """Vocabularies of tokenizers that are not in ``tokenizer.json``."""
@@ -31,7 +30,7 @@ def copy_policy(source: Path, folder: Path) -> None:
 def export_policy(
     lineage: Lineage, trained: LineageEvent, source: Path, folder: Path, name: str, model_id: str
 ) -> Path:
-    """Copy a member's policy, and write lineage, picture and card beside it.
+    """Copy a member's policy, and write lineage and card beside it.
 
     Args:
         lineage: The population's.
@@ -46,7 +45,6 @@ def export_policy(
     """
     copy_policy(source, folder)
     lineage.public().write(folder)
-    write_picture(lineage, folder)
     card = folder / "README.md"
     if card.is_file():  # a member's card may be deleted
         text = card.read_text(encoding="utf-8").replace(f'"{name}"', f'"{model_id}"')
@@ -92,5 +90,5 @@ def _section(lineage: Lineage, trained: LineageEvent) -> str:
         f"## Population\n\nThis is {place} of a population of {settings['members']} (strategy "
         f"`{settings['strategy']['name']}`). Its fitness, `{settings['fitness']}`{chosen} is "
         f"{with_error(trained.fitness, trained.standard_error)} after {trained.steps} updates.{replayed} [{FILE}]({FILE}) "
-        f"lists what happened to each member.\n\n![Fitness of the members by update, and their hyperparameters]({PICTURE})\n"
+        "lists what happened to each member.\n"
     )

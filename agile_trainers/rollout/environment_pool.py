@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -30,6 +31,7 @@ _BLOCKED_SECONDS = 5.0
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
+_Inbox = queue.SimpleQueue[tuple[_Attempt, _Report] | None]
 
 
 class EnvironmentTimeoutError(Exception):
@@ -433,9 +435,9 @@ class _Threads:
     """A pool of daemon threads, which do not delay the program's exit when they hang."""
 
     def __init__(self) -> None:
-        self._idle: deque[queue.SimpleQueue[tuple[Callable[[], tuple[Any, BaseException | None]], _Report] | None]] = (
-            deque()
-        )
+        self._idle: deque[_Inbox] = deque()
+        # The threads do not refer to this object, so that they end with it.
+        weakref.finalize(self, _end_threads, self._idle).atexit = False
 
     def run(self, attempt: _Attempt, report: _Report) -> None:
         """Run ``attempt`` in an idle or new thread and report its result."""
@@ -443,22 +445,27 @@ class _Threads:
             inbox = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), daemon=True).start()
+            threading.Thread(target=_serve_calls, args=(inbox, self._idle), daemon=True).start()
         inbox.put((attempt, report))
 
     def stop(self) -> None:
         """End the idle threads."""
-        while self._idle:
-            self._idle.pop().put(None)
+        _end_threads(self._idle)
 
-    def _serve(self, inbox: Any) -> None:
-        while (work := inbox.get()) is not None:
-            attempt, report = work
-            outcome = attempt()
-            # Idle before reporting, so that the next call reuses this thread.
-            self._idle.append(inbox)
-            report(*outcome)
-            del work, attempt, report, outcome  # an idle thread keeps no references
+
+def _end_threads(idle: deque[_Inbox]) -> None:
+    while idle:
+        idle.pop().put(None)
+
+
+def _serve_calls(inbox: _Inbox, idle: deque[_Inbox]) -> None:
+    while (work := inbox.get()) is not None:
+        attempt, report = work
+        outcome = attempt()
+        # Idle before reporting, so that the next call reuses this thread.
+        idle.append(inbox)
+        report(*outcome)
+        del work, attempt, report, outcome  # an idle thread keeps no references
 
 
 class _Loop:
@@ -466,25 +473,13 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._stopped = False
+        stopped = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop refers to them weakly
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        while not self._stopped and not self._loop.is_closed():
-            # A task that an environment has started and that exits, or its `loop.stop()`, ends `run_forever`; the other
-            # environments' coroutines go on where they were.
-            with suppress(BaseException):
-                self._loop.run_forever()
-        with suppress(BaseException):
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        # The thread does not refer to this object, so that it ends with it.
+        threading.Thread(target=_serve_loop, args=(self._loop, stopped), daemon=True).start()
+        self.stop = weakref.finalize(self, _stop_loop, self._loop, stopped)
+        """Cancel the running coroutines and end the thread; this also happens when the object is deleted."""
+        self.stop.atexit = False
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
         """Start a coroutine. Return a function that cancels it, but not before it has begun: it has to clean up."""
@@ -511,10 +506,28 @@ class _Loop:
         self._loop.call_soon_threadsafe(runs.set)
         return not runs.wait(_BLOCKED_SECONDS)
 
-    def stop(self) -> None:
-        """Cancel the running coroutines and end the thread."""
-        self._stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+
+def _serve_loop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    asyncio.set_event_loop(loop)
+    while not stopped.is_set() and not loop.is_closed():
+        # A task that an environment has started and that exits, or its `loop.stop()`, ends `run_forever`; the other
+        # environments' coroutines go on where they were.
+        with suppress(BaseException):
+            loop.run_forever()
+    with suppress(BaseException):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    stopped.set()
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -148,9 +148,13 @@ class RolloutSampler:
         if self.vllm is None:
             with self._on_transformers(settings) as make:
                 make(self.rows)
-        else:
+            return
+        try:
             with self._on_engine(self.vllm, settings):
                 pass
+        except BaseException:
+            self.close()
+            raise
 
     def bound_by(self, room: Callable[[], int], tokens: int) -> None:
         """Let the first rollout bound its rows by the memory of a GPU, if ``generation_chunk_size`` does not set them.
@@ -160,6 +164,11 @@ class RolloutSampler:
             tokens: Of the longest conversation that is to be expected.
         """
         self._room, self._tokens = room, tokens
+
+    def close(self) -> None:
+        """End what runs for the policy beside the trainer's model; see ``ServedPolicy.close``."""
+        if self.vllm is not None:
+            self.vllm.close()
 
     def restore(self, rows: int | None) -> None:
         """Take the rows of a checkpoint: those that fitted, or those that were left when memory had run out."""

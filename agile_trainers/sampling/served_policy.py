@@ -58,16 +58,20 @@ class ServedPolicy(ABC):
         self.dtype = compute_dtype(args, model)
         self._group = self._make_group(args)
         rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
-        self._connect(args, rows, max_model_length)
         self._moved_at_construction: tuple[int, bytes] | None = None
         self.served: dict[int, Any] = {}
         """Version of the policy to what requests name its adapter by."""
-        if self._config is not None:
-            moved = self.sync()
-            if self._keeps_adapter and not self._sleeps:
-                with self._adapter() as weights:
-                    self._moved_at_construction = moved, digest(weights)
-        self._sleep()
+        try:
+            self._connect(args, rows, max_model_length)
+            if self._config is not None:
+                moved = self.sync()
+                if self._keeps_adapter and not self._sleeps:
+                    with self._adapter() as weights:
+                        self._moved_at_construction = moved, digest(weights)
+            self._sleep()
+        except BaseException:
+            self.close()
+            raise
         accelerator.wait_for_everyone()
 
     @abstractmethod
@@ -216,9 +220,9 @@ class ServedPolicy(ABC):
         """Unload an adapter that :meth:`serve_versions` has loaded."""
         self._adapters().drop_adapter(adapter)
 
+    @abstractmethod
     def close(self) -> None:
-        """End what runs outside of this process for the policy, if anything does."""
-        return
+        """End the trainer's own engine, or take the policy's adapters from another. Waits for no process."""
 
     def release(self) -> None:
         """Take the policy's adapter from the engine."""

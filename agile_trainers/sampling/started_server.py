@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from peft import LoraConfig, PeftModel
@@ -121,10 +122,9 @@ class StartedServer:
 
 def _is_up(url: str) -> bool:
     # No method: errors of a connection hold the frames that they went through, and with them what these refer to.
-    with requests.Session() as session:
-        session.trust_env = False  # no proxy is asked
-        with suppress(requests.RequestException):
-            return session.get(f"{url}/health", timeout=5).ok
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is asked
+    with suppress(OSError, HTTPException), direct.open(f"{url}/health", timeout=5):
+        return True  # of another status an error is raised
     return False
 
 

@@ -131,6 +131,9 @@ class VllmPolicy(ServedPolicy):
     def _make_group(self, args: Any) -> dist.ProcessGroup | None:
         return _group(self._accelerator, args.vllm_tensor_parallel_size)
 
+    _owns_engine = False
+    """False while the engine is another's, or not made yet."""
+
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
@@ -139,7 +142,8 @@ class VllmPolicy(ServedPolicy):
             stored = served_quantization(self._model) is not None
             fits = longest_served(self._model, self.dtype, max_model_length, memory, parallel, stored=stored)
             max_model_length = int(accelerator.gather(torch.tensor([fits], device=accelerator.device)).min())
-        shared = _shared.get() or _Shared()
+        lent = _shared.get()
+        shared = lent or _Shared()
         self.started: dict[str, Any] = {
             "base": base_source(self._model),
             "dtype": self.dtype,
@@ -161,8 +165,18 @@ class VllmPolicy(ServedPolicy):
                 self._wake(part)
             return
         self.engine = make_engine(self._model, **{name: it for name, it in self.started.items() if name != "base"})
+        self._owns_engine = lent is None or shared.engine is not None
         if shared.engine is None:
             shared.engine, shared.started = self.engine, self.started
+
+    def close(self) -> None:
+        """Shut the engine down; one that several trainers use is left without this policy's adapter."""
+        if self._owns_engine:
+            self.engine.close()
+        elif hasattr(self, "engine") and self.engine.is_open:
+            while self.served:
+                self.engine.drop_adapter(self.served.popitem()[1])
+            self.release()
 
     @property
     def max_model_length(self) -> int:
@@ -240,4 +254,5 @@ def _group(accelerator: Any, size: int) -> dist.ProcessGroup | None:
             f"of {size} processes, or lower it."
         )
     ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
-    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
+    mine: Any = dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]  # every process is in one
+    return mine

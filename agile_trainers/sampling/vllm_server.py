@@ -61,11 +61,7 @@ class ServerPolicy(ServedPolicy):
         self._started = start_server(
             args, self._model, self._accelerator, dtype=self.dtype, rows=rows, max_model_length=max_model_length
         )
-        try:
-            self._connect_to([self._started.url], args, rows, max_model_length)
-        except BaseException:
-            self.close()
-            raise
+        self._connect_to([self._started.url], args, rows, max_model_length)
 
     def _connect_to(self, urls: list[str], args: Any, rows: int, max_model_length: int | None) -> None:
         model = self._model
@@ -112,9 +108,11 @@ class ServerPolicy(ServedPolicy):
             )
 
     def close(self) -> None:
-        """End the server, if the trainer has started it."""
+        """End the server if the trainer has started it; take the policy's adapters from another. Their files are deleted."""
         if self._started is not None:
             self._started.close()
+        if hasattr(self, "server"):
+            self.server.close()
 
     @property
     def max_model_length(self) -> int:

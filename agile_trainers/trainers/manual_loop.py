@@ -77,7 +77,7 @@ class Updates:
         except _Begun:
             pass
         except BaseException:
-            self._close()
+            self.close()
             raise
         finally:
             self._beginning = False
@@ -111,12 +111,15 @@ class Updates:
         try:
             trainer._finalize_training(epoch["trial"], samples, epoch["start_time"])
         finally:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
-        self._epoch, self._pending, self._trainer.is_in_train = None, None, False
-        self._trainer.rollout_log.finish()
-        self._check_environment().pool.close()
+    def close(self) -> None:
+        """End a run without what :meth:`finish` does."""
+        trainer = self._trainer
+        assert trainer.engine is not None
+        self._epoch, self._pending, trainer.is_in_train = None, None, False
+        trainer.rollout_log.finish()
+        trainer.engine.pool.close()
         self._resources.close()
 
     def _open(self) -> dict[str, Any]:
@@ -136,6 +139,7 @@ class Updates:
     def _check_environment(self) -> RolloutEngine:
         if self._trainer.engine is None:
             raise ValueError("rollout() and update() play an environment: pass `environment=...` to the trainer.")
+        self._trainer.check_open()
         check_rules(self._trainer.args, BY_HAND)
         return self._trainer.engine
 
@@ -272,7 +276,7 @@ class Updates:
                     }
                 )
         except BaseException:
-            self._close()
+            self.close()
             raise
         finally:
             handler.__dict__.pop("on_epoch_end", None)

@@ -2,21 +2,20 @@
 
 ``MultiTurnTrainer`` replaces the part between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself and
 the optimizer loop stay TRL's. Everything with state of its own is an object: the sampler, the checkpoints, the Hub's
-repository, the reference, the log of episodes. Without an environment playing and training are TRL's; saving, cards, the Hub
-and hyperparameter search are ours there too. The overrides of the Hub are last. No other file overrides a private method of
-TRL's ``GRPOTrainer`` or of ``Trainer``.
+repository, the reference, the log of episodes. Without an environment playing and training are TRL's; saving, cards and
+the Hub are ours there too. The overrides of the Hub are last. No other file overrides a private method of TRL's
+``GRPOTrainer`` or of ``Trainer``.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -87,7 +86,6 @@ from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_row
 from agile_trainers.trainers.arguments import check_order, check_trainer_arguments, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
-from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
 from agile_trainers.trainers.load_adapter import TrainerInputs, load_adapter
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.trainers.reference import ReferencePolicy
@@ -123,15 +121,29 @@ def with_episodes(method: _Method) -> _Method:
     return cast(_Method, chosen)
 
 
+def closed_on_error(init: _Method) -> _Method:
+    """Let a constructor that fails close the trainer, so that what it has begun ends at once."""
+
+    @functools.wraps(init)
+    def closing(trainer: MultiTurnTrainer, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(trainer, *args, **kwargs)
+        except BaseException:
+            trainer.close()
+            raise
+
+    return cast(_Method, closing)
+
+
 class MultiTurnTrainer(GRPOTrainer):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`assign_credit`.
+
+    A trainer is a context manager: :meth:`close` frees what it holds beside its model.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
 
     Args:
         model: Also a folder or Hub id of a LoRA adapter, which is then continued; see ``docs/chaining.md``.
-        model_init: Instead of ``model``: a function that makes it, of nothing or of the trial, for
-            :meth:`hyperparameter_search`.
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
             rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
@@ -209,6 +221,7 @@ class MultiTurnTrainer(GRPOTrainer):
     _loss_pass: LossPass | None = None
     _adapter: str | None = POLICY
     """The adapter that runs, see :meth:`use_adapter`."""
+    _closed = False
     _told_unreachable = False
     """True once a warning said that the Hub cannot be reached."""
 
@@ -223,9 +236,10 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------------------------ construction
 
+    @closed_on_error
     def __init__(
         self,
-        model: Any = None,
+        model: Any,
         reward_funcs: Any = None,
         args: MultiTurnConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -241,15 +255,12 @@ class MultiTurnTrainer(GRPOTrainer):
         environment_factory: Any = None,
         *,
         environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory] | None = None,
-        model_init: Callable[..., Any] | None = None,
     ):
         check_order(reward_funcs)
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self._recipe = TrainerRecipe(self, {**given, "args": copy.copy(args)})
-        model = initial_model(model, model_init, args)
         self.environment = environment
         self.updates = Updates(self)
         setup: RunSetup | None = None
@@ -464,6 +475,52 @@ class MultiTurnTrainer(GRPOTrainer):
         """
         raise NotImplementedError
 
+    # --------------------------------------------------------------------------------------------------------- close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free what the trainer holds beside its model: the engine or server that it started, its adapters on others and
+        on disk, environments with their processes and threads.
+
+        A run that is under way is given up. The model stays, to be saved, pushed or used; training and playing raise an
+        error. No process waits for another. Called again, it does nothing. A trainer that is deleted frees the same, at
+        Python's next garbage collections.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        made = vars(self)  # the constructor may have failed before any of them
+        with ExitStack() as closing:
+            for name in ("hub", "sampler"):
+                if name in made:
+                    closing.callback(made[name].close)
+            pools = [made["setup"].pool] if "setup" in made else []
+            pools += [made["evaluator"].engine.pool] if "evaluator" in made else []
+            for pool in pools:
+                closing.callback(pool.close)
+                closing.callback(pool.abandon)
+            if "rollouts" in made and self.rollouts.ahead is not None:
+                closing.callback(self.rollouts.ahead.close)
+            if "updates" in made and self.updates.is_open:
+                closing.callback(self.updates.close)
+
+    def check_open(self) -> None:
+        """Raise an error if the trainer is closed.
+
+        Raises:
+            RuntimeError: In that case.
+        """
+        if self._closed:
+            raise RuntimeError(
+                "This trainer is closed: close() or the end of its `with` block has freed its engine and environments. Its "
+                "model can still be saved. To train or play on, make a trainer from the saved model."
+            )
+
     # ---------------------------------------------------------------------------------------------------------- run
 
     @with_episodes
@@ -487,6 +544,7 @@ class MultiTurnTrainer(GRPOTrainer):
             SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
         """
         assert self.engine is not None
+        self.check_open()
         self._check_policy_runs()
         if self.updates.is_open:
             raise RuntimeError(
@@ -578,55 +636,15 @@ class MultiTurnTrainer(GRPOTrainer):
         """
         self.updates.finish()
 
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], Any] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] | None = None,
-        backend: Any = None,
-        hp_name: Callable[[Any], str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Train a trainer per trial, each from the same start, and return the best; this trainer is not trained.
-
-        A trial's checkpoints and its final policy are in ``output_dir/run-<number>`` (no policy with
-        ``save_strategy="no"``). A trial whose training becomes NaN fails, and the search goes on. ``model`` must be a name
-        or folder, or ``model_init`` given. Several processes run a trial together.
-
-        Args:
-            hp_space: Function of optuna's trial that returns values of options, but for those of the batch's size.
-                Default: a ``learning_rate`` from a tenth to ten times the trainer's own, log-uniform.
-            compute_objective: Function of the evaluation's metrics. Default: ``metric_for_best_model``; if that is unset,
-                the reward with reward functions, else the return.
-            n_trials: Number of trials.
-            direction: ``"maximize"`` or ``"minimize"``, required with a ``compute_objective``; a list for several
-                objectives. Default: that of the default objective.
-            backend: ``"optuna"``, which is also the default.
-            hp_name: Function of the trial that names its folder. Default: ``run-<number>``.
-            **kwargs: Arguments of ``optuna.create_study`` (``sampler``, ``pruner``, ``storage``, ...), and ``timeout``,
-                ``catch``, ``callbacks`` and ``gc_after_trial`` of ``Study.optimize``. The pruner sees each evaluation.
-
-        Returns:
-            ``transformers.trainer_utils.BestRun`` with the study as ``run_summary``, a list of these for several
-            objectives; None on all processes but the main one.
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an error that names what searches hyperparameters here.
 
         Raises:
-            ImportError: If optuna is not installed.
-            ValueError: For another backend, a space that names an unknown option, or a trainer that cannot be made again.
-            RuntimeError: If no trial was completed.
+            NotImplementedError: Always.
         """
-        self._recipe.check(MultiTurnTrainer)
-        return search(
-            self,
-            self._recipe,
-            hp_space=hp_space,
-            compute_objective=compute_objective,
-            n_trials=n_trials,
-            direction=direction,
-            backend=backend,
-            hp_name=hp_name,
-            options=kwargs,
+        raise NotImplementedError(
+            "Hyperparameters are searched by a population of runs, `agile-trainers evolve population.yaml` "
+            "(docs/populations.md). To try single values, make a trainer for each."
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -1043,6 +1061,7 @@ class MultiTurnTrainer(GRPOTrainer):
         return PredictionOutput(predictions=said, label_ids=None, metrics=played.metrics)
 
     def _play_evaluation(self, dataset: Any, count: int, greedy: bool | None, prefix: str) -> Evaluated:
+        self.check_open()
         tokens, in_train = self.state.num_input_tokens_seen, self.is_in_train
         return self.evaluator.play(dataset, count, greedy, prefix, tokens_seen=tokens, is_in_train=in_train)
 

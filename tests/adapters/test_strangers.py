@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import pickle
@@ -139,7 +140,9 @@ def test_latest_is_a_step_even_in_a_folder_that_is_trusted(checkpoint: Path, lat
 
 def test_what_pytorch_would_run(tmp_path: Path) -> None:
     """The reader of sharded states unpickles both kinds of metadata, so the attacks above are real."""
-    for rank, name in ((None, ".metadata"), (0, "__0.metadata")):
+    kinds = ((None, ".metadata"), (0, "__0.metadata"))
+    readable = len(inspect.signature(FileSystemReader.read_metadata).parameters)  # torch 2.7 reads the first alone
+    for rank, name in kinds[:readable]:
         (tmp_path / name).write_bytes(pickle.dumps(Evil(tmp_path / f"owned{rank}")))
         with pytest.raises(AttributeError):
             FileSystemReader(tmp_path).read_metadata(**({} if rank is None else {"rank": rank}))

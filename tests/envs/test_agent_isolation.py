@@ -17,11 +17,7 @@ import pytest
 
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.envs.isolation import levels as isolation
-from agile_trainers.envs.isolation.levels import BUBBLEWRAP, LANDLOCK, NONE, OPTION, IsolationError
-
-needs_bubblewrap = pytest.mark.skipif(
-    bool(isolation.why_not(BUBBLEWRAP)), reason=f"no bubblewrap here: {isolation.why_not(BUBBLEWRAP)}"
-)
+from agile_trainers.envs.isolation.levels import LANDLOCK, NONE, OPTION, IsolationError
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -64,7 +60,7 @@ def attempts(model: Model, *programs: str, **options: Any) -> list[str]:
     return info["stdout"].splitlines() or [f"{info['exit_code']}: {info['stderr']}"]
 
 
-@needs_bubblewrap
+@pytest.mark.bubblewrap
 def test_an_isolated_program_reaches_the_endpoint(endpoint: Model) -> None:
     """Eight connections at once, each with three requests, of up to a megabyte."""
     program = """
@@ -85,7 +81,7 @@ threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     assert info == {"exit_code": 0, "stdout": "whole\n" * 8, "stderr": ""}
 
 
-@needs_bubblewrap
+@pytest.mark.bubblewrap
 def test_nothing_else_is_reached_read_or_changed(endpoint: Model, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     secret = tmp_path / "secret"
@@ -111,7 +107,7 @@ def test_nothing_else_is_reached_read_or_changed(endpoint: Model, tmp_path: Path
     assert attempts(endpoint, f"print('got', open({str(secret)!r}).read())", readable=[tmp_path]) == ["got the secret"]
 
 
-@needs_bubblewrap
+@pytest.mark.bubblewrap
 def test_an_isolated_program_does_what_agents_do(endpoint: Model) -> None:
     """It starts processes, writes files that the score reads, and its end is told as that of others."""
     program = (
@@ -132,7 +128,7 @@ def test_an_isolated_program_does_what_agents_do(endpoint: Model) -> None:
         assert info == {"exit_code": code, "stdout": "True\n", "stderr": "", "answer": "42"}
 
 
-@needs_bubblewrap
+@pytest.mark.bubblewrap
 def test_an_isolated_program_is_told_of_its_time_limit(endpoint: Model) -> None:
     polite = (
         "import signal, sys, time\n"
@@ -159,6 +155,18 @@ def test_levels_that_cannot_isolate_a_program_are_refused(monkeypatch: pytest.Mo
         made()
     monkeypatch.setenv(OPTION, NONE)  # allowed explicitly
     assert asyncio.run(made()().play(Model("http://127.0.0.1:9/v1", "sk"), Task(None, 0)))["reward"] == 1.0
+
+
+def test_a_machine_without_bubblewrap_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The program is hidden where it is installed; what else the machine offers does not matter."""
+    monkeypatch.delenv(OPTION, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    isolation.why_not.cache_clear()
+    try:
+        with pytest.raises(IsolationError, match=r"bubblewrap is not installed \(apt install bubblewrap\)"):
+            Agent.command([sys.executable], score=lambda task, finished: 1.0, isolated=True)
+    finally:
+        isolation.why_not.cache_clear()
 
 
 def test_what_can_be_read_is_checked(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import agents_by_name
 import pytest
+from installed import skip_without_libraries
 
 from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
@@ -45,6 +46,10 @@ def test_ids_make_what_they_name() -> None:
     assert isinstance(make_environment_factory("agile:probe/two_inputs")(), TwoInputs)
     dotted = make_environment_factory("agile_trainers.envs.probes:TwoInputs")
     assert dotted.func is TwoInputs
+
+
+def test_an_id_of_gem_makes_its_game() -> None:
+    pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
     real = make_environment_factory("gem:game:GuessTheNumber-v0-easy", max_number=99)()
     assert isinstance(real, gem.GemEnvironment) and (real.game.max_number, real.game.max_turns) == (99, 4)
 
@@ -84,6 +89,7 @@ def test_each_call_makes_a_new_instance() -> None:
     ],
 )
 def test_unknown_ids_name_the_nearest(wrong: str, nearest: str) -> None:
+    skip_without_libraries(nearest)
     with pytest.raises(ValueError) as error:
         make_environment_factory(wrong)
     message = str(error.value)
@@ -121,6 +127,7 @@ def test_a_module_whose_own_import_fails_says_what_is_missing(tmp_path: Path, mo
     ],
 )
 def test_what_cannot_be_made_is_refused_at_once(environment: Any, kwargs: dict[str, Any], words: list[str]) -> None:
+    skip_without_libraries(str(environment))
     with pytest.raises(ValueError) as error:
         make_environment_factory(environment, **kwargs)
     assert all(word in str(error.value) for word in words), error.value

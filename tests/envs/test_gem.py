@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def play_all(game: str, episodes: int) -> None:
 
 
 @pytest.mark.parametrize("game", [game for game in OFFLINE_GAMES if game not in SLOW_TO_GENERATE])
-def test_eight_random_episodes(game: str) -> None:
-    play_all(game, 8)
+def test_four_random_episodes(game: str) -> None:
+    play_all(game, 4)
 
 
 @pytest.mark.slow
@@ -278,22 +279,27 @@ def test_gems_code_runner_is_isolated(level: str, monkeypatch: pytest.MonkeyPatc
     assert not target.exists()
 
 
-def test_gems_code_tasks_are_judged_by_isolated_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def code_task() -> Callable[[str], float]:
+    """The reward of a program for GEM's task to add two numbers."""
     from datasets import Dataset
 
-    target = secrets(monkeypatch, tmp_path)
     tests = json.dumps({"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]})
     data = Dataset.from_list([{"problem": "Add.", "tests": tests}])
     environment = make_environment_factory("gem:code:Taco8k", dataset=data)()
     environment.reset(seed=0)
+    return lambda code: environment.step(f"```python\n{code}\n```")[1]  # type: ignore[misc, index]
 
-    def reward(code: str) -> float:
-        return environment.step(f"```python\n{code}\n```")[1]  # type: ignore[misc, index]
 
+def test_gems_code_tasks_are_judged_by_runs() -> None:
+    reward = code_task()
     assert reward("print(sum(map(int, input().split())))") == 1.0
     assert reward("import sys; print(sum(map(int, sys.stdin.buffer.read().split())))") == 1.0
     assert reward("print(3)") == 0.0
-    assert reward(f"open({str(target)!r}, 'w'); print(sum(map(int, input().split())))") == 0.0
+
+
+def test_gems_code_tasks_are_isolated(level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = secrets(monkeypatch, tmp_path)
+    assert code_task()(f"open({str(target)!r}, 'w'); print(sum(map(int, input().split())))") == 0.0
     assert not target.exists()
 
 

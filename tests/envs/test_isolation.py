@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -316,3 +317,21 @@ def test_threads_share_the_probe() -> None:
     for thread in threads:
         thread.join()
     assert len(set(found)) == 1
+
+
+def test_threads_that_import_a_broken_library_at_once_get_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of them tries, and fails; Python gives the others the module that was begun, which lacks everything."""
+    (tmp_path / "pyseccomp.py").write_text(
+        "import time; time.sleep(0.05); raise OSError('no libseccomp')", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pyseccomp", raising=False)
+    isolation._filter.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            failed = [one.exception() for one in [pool.submit(isolation._filter) for _ in range(4)]]
+    finally:
+        isolation._filter.cache_clear()
+    assert [str(error) for error in failed] == ["no libseccomp"] * 4

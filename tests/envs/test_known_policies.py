@@ -54,18 +54,6 @@ def test_the_policies_of_an_agent_are_in_the_module_of_its_function() -> None:
     assert known_policies(Agent.command(["true"], score=lambda task, finished: 1.0)()) == {}
 
 
-def test_the_names_of_before_are_errors_that_name_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Plain:
-        reset = step = None
-        players = dict
-
-    with pytest.raises(ValueError, match=r"players\(\) .* is called scripted_policies\(\)"):
-        known_policies(Plain())  # type: ignore[arg-type]
-    monkeypatch.setitem(globals(), "expert_player", lambda messages, rng: "")
-    with pytest.raises(ValueError, match=f"expert_player of the module {__name__} is called expert_policy"):
-        known_policies(Plain())  # type: ignore[arg-type]
-
-
 def test_an_environment_without_policies_has_none() -> None:
     class Plain:
         reset = step = None

@@ -22,12 +22,17 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
-EPISODES = 8
+EPISODES = 4
 SLOW = ("acre", "futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock")
 WITHOUT_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 """Data sets that score answers but know none."""
 LENIENT = ("game_of_life_halting",)
 """A data set that takes everything but the right word for the other of its two answers."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(embedded_model)
 
 
 def play_all(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -62,8 +67,8 @@ def play_all(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in listed()])
-def test_eight_episodes_of_every_data_set(name: str, embedded_model: Path) -> None:
-    play_all(name, AutoTokenizer.from_pretrained(embedded_model))
+def test_episodes_of_every_data_set(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    play_all(name, tokenizer)
 
 
 def test_there_are_more_than_sixty_quick_ones() -> None:

@@ -40,11 +40,12 @@ def test_nothing_gets_through_the_nine_scorers(level: str, tmp_path: Path, monke
     """Answers that are executed, since nothing looks at them beforehand: the process has to hold them."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     tmp_path.chmod(0o777)
-    target = tmp_path / "written"
+    target, secret = tmp_path / "written", tmp_path / "token"
+    secret.write_text("hf_secret", encoding="utf-8")
     attacks = {
         "environment": "dict(os.environ)",
         "the parent's environment": f"open('/proc/{os.getpid()}/environ').read()",
-        "token file": f"open({str(Path.home() / '.bashrc')!r}).read()",
+        "token file": f"open({str(secret)!r}).read()",
         "writing": f"open({str(target)!r}, 'w').write('x')",
         "shell": f"os.posix_spawn('/bin/sh', ['sh', '-c', 'echo $HF_TOKEN > {target}'], os.environ)",
         "socket": "__import__('_socket').socket()",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import pytest
 
 from agile_trainers.evaluation.modules import (
@@ -19,6 +18,8 @@ from agile_trainers.evaluation.results import EpisodeResults, start_of_episode
 from agile_trainers.evaluation.statistics import wilson_interval
 from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.types import StopReason, Trajectory, Turn
+
+evaluate = pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'agile-trainers[eval]'")
 
 LENGTHS = """
 import datasets

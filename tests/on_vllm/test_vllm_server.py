@@ -215,7 +215,8 @@ def test_training(embedded_model: Path, embedded_served: Served, tmp_path: Path,
 
 def test_two_processes_are_one(embedded_model: Path, embedded_served: Served, tmp_path: Path) -> None:
     """On one server."""
-    cases = {"lora": {"per_device_train_batch_size": 8, "max_steps": 2, **options(embedded_served)}}
+    case = {"per_device_train_batch_size": 8, "max_steps": 2, "evaluated": True, **options(embedded_served)}
+    cases = {"lora": case}
     one, two = (
         launch(SCRIPT, processes, embedded_model, tmp_path / str(processes), cases) / "lora" for processes in (1, 2)
     )

@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cases() -> dict[str, dict[str, Any]]:
     return {
-        name: {"use_vllm": True, "per_device_train_batch_size": 8, "max_steps": 2, **case}
+        name: {"use_vllm": True, "per_device_train_batch_size": 8, "max_steps": 2, "evaluated": True, **case}
         for name, case in CASES.items()
     }
 

@@ -30,7 +30,6 @@ from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.lineage import HeldOut
 from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
-from agile_trainers.populations.picture import PICTURE
 from agile_trainers.rollout.seeds import SELECTION
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory
@@ -168,7 +167,7 @@ def test_an_exported_card_tells_of_the_population(trained, tmp_path):
     ):  # fmt: skip
         assert line in text, line
     assert "member-0" not in text and yaml.safe_load(text.split("---")[1])["model_name"] == "winner"
-    assert Lineage.read(folder) == trained.lineage.public() and (folder / PICTURE).is_file()
+    assert Lineage.read(folder) == trained.lineage.public()
     other = trained.export(tmp_path / "other", 1 - trained.best)
     assert f"This is member {1 - trained.best} of" in (other / "README.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=r"no member 7 that trained; there are \[0, 1\]"):
@@ -186,7 +185,7 @@ def test_the_winner_on_the_hub(embedded_model, tmp_path):
     assert files.keys() == {
         ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "agile_trainers.json",
         "chat_template.jinja", "critic/README.md", "critic/adapter_config.json", "critic/adapter_model.safetensors",
-        "learning_curve.png", "lineage.json", "lineage.png", "tokenizer.json", "tokenizer_config.json",
+        "learning_curve.png", "lineage.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert found["commit"] == found["parent"]["commit"] == commit["sha"] and found["vocabulary"] > 100
     pushed, member = found["weights"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
 from agile_trainers.rollout.generators.transformers.attention import IMPLEMENTATION, attend
@@ -79,6 +80,8 @@ def test_attention_equals_transformers(heads: int, key_heads: int, values: int, 
 
 @pytest.mark.parametrize("asked", ["two tokens", "a position bias", "a mask for each head"])
 def test_attention_is_transformers_own_where_more_is_asked(asked: str) -> None:
+    if asked == "a position bias" and "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
+        pytest.skip("transformers 5.13 gives no position bias to an attention")
     torch.manual_seed(0)
     layer = torch.nn.Module()
     layer.num_key_value_groups = HEADS // KEY_HEADS
@@ -189,10 +192,9 @@ def test_no_copy_of_keys_or_values_is_made(autocast: bool) -> None:
             generator.step()
         smallest = len(lengths) * KEY_HEADS * max(lengths) * DIM
         assert max(ours.sizes) < smallest
-        generator._attention._configs = []
-        with Made() as theirs:
-            generator.step()
-    assert max(theirs.sizes) >= smallest * HEADS // KEY_HEADS  # the spy sees what transformers copies
+    with Made() as copies:
+        repeat_kv(torch.zeros(len(lengths), KEY_HEADS, max(lengths), DIM), HEADS // KEY_HEADS)
+    assert max(copies.sizes) == smallest * HEADS // KEY_HEADS  # the spy sees what transformers before 5.23 copies
 
 
 # ------------------------------------------------------------------------------------------------ synchronizations

@@ -154,9 +154,11 @@ def reread(
 # ------------------------------------------------------------------------------------------ the same as re-reading
 
 
-@pytest.mark.parametrize("name", [*KEEPING, *REREADING, *EVERY_TOKEN])
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "sample"), [("qwen2", False), *((name, True) for name in (*KEEPING, *REREADING, *EVERY_TOKEN))]
+)
 def test_equals_rereading_the_whole_conversation(name: str, sample: bool) -> None:
+    """How a token is chosen is no matter of the model: greedily on one of them."""
     model = {**KEEPING, **REREADING, **EVERY_TOKEN}[name]()
     settings = SamplingSettings(do_sample=sample)
     generator = make(model, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,12 +74,13 @@ def test_nothing_outlives_an_instance_that_failed(what: str, request: pytest.Fix
         engine.pool.close()
     all_end(before.reset_info["left"])
     engine.pool.close()
+    shutil.rmtree(before.reset_info["temporary"], ignore_errors=True)  # what died could not remove it
 
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A folder whose name is short enough for a socket in it, whatever pytest's is called."""
-    with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="left-") as folder:
         yield Path(folder)
 
 

@@ -51,10 +51,13 @@ def tokens(episodes: list[Trajectory]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[(1, "in turn"), (2, "in turn"), (2, "at once")], ids=str)
+@pytest.fixture(scope="module", params=AGENTS)
 def run(request: Any, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run with checkpoints of every step: the trainer, its batches, its folder, how far it is ahead, and its agent."""
-    ahead, kind = request.param
+    """A run with checkpoints of every step: the trainer, its batches, its folder, how far it is ahead, and its agent.
+
+    Whether one batch is ahead or two is no matter of agents: test_batches_ahead.py has both.
+    """
+    ahead, kind = 2, request.param
     folder = tmp_path_factory.mktemp("ahead")
     agent = AGENTS[kind]()
     trainer = make_trainer(embedded_model, folder, environment=agent, batches_ahead=ahead, **RUN, **SAVING)
@@ -102,8 +105,7 @@ def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any) 
         assert torch.allclose(one, weights(trainer)[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("kind", [*AGENTS])
-@pytest.mark.parametrize("script", [True, False], ids=["script", "model"])
+@pytest.mark.parametrize(("script", "kind"), [(True, "in turn"), (False, "at once")], ids=["script", "model"])
 def test_a_killed_run_goes_on(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bool, kind: str
 ) -> None:

@@ -185,3 +185,8 @@ def test_the_users_configuration_is_left_as_it_was(embedded_model, tmp_path):
             str(embedded_model), lambda completions, **_: [0.0] * len(completions), args, environment=Chatter
         )
     assert args.to_dict() == before
+
+
+def test_a_search_of_hyperparameters_names_the_population(embedded_model, tmp_path):
+    with pytest.raises(NotImplementedError, match="agile-trainers evolve"):
+        make_trainer(embedded_model, tmp_path).hyperparameter_search(n_trials=2, backend="optuna")

@@ -28,26 +28,31 @@ ROWS = {"environment": Told, "train_dataset": Dataset.from_dict({"number": list(
 RUN: dict[str, Any] = {"max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ahead(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+one_and_two = pytest.mark.parametrize("ahead", [1, 2])
+"""What holds for 2 batches ahead, whose play is that of three policies, is tested for 2 alone where it takes long."""
 
 
 @pytest.fixture(scope="module")
-def run(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory, ahead: int) -> tuple[Any, Any, Path]:
-    """A run with checkpoints of every step, its batches, and its folder."""
-    folder = tmp_path_factory.mktemp("ahead")
-    trainer = make_trainer(embedded_model, folder, batches_ahead=ahead, **RUN, **SAVING)
-    trained = watched(trainer)
-    trainer.train()
-    return trainer, trained, folder
+def runs(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Any, Any, Path]]:
+    """A run with checkpoints of every step, its batches, and its folder, for so many batches ahead."""
+
+    @functools.cache
+    def run(ahead: int) -> tuple[Any, Any, Path]:
+        folder = tmp_path_factory.mktemp("ahead")
+        trainer = make_trainer(embedded_model, folder, batches_ahead=ahead, **RUN, **SAVING)
+        trained = watched(trainer)
+        trainer.train()
+        return trainer, trained, folder
+
+    return run
 
 
+@one_and_two
 def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
-    embedded_model: Path, run: Any, ahead: int, tmp_path: Path
+    embedded_model: Path, runs: Any, ahead: int, tmp_path: Path
 ) -> None:
     """In order, each once; the episodes are those that the checkpoint of that policy plays."""
-    trainer, trained, folder = run
+    trainer, trained, folder = runs(ahead)
     assert len(trained) == 4 and not trainer.rollouts.ahead.versions
     players = {0: make_trainer(embedded_model, tmp_path / "0", **RUN)}
     for generation, episodes in enumerate(trained):
@@ -63,9 +68,10 @@ def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
     assert said(trained[-1]) != said(players[version].rollout(generation=3)[::-1])
 
 
-def test_the_sampler_is_compared_with_the_policy_that_played(run: Any, ahead: int) -> None:
+@one_and_two
+def test_the_sampler_is_compared_with_the_policy_that_played(runs: Any, ahead: int) -> None:
     """Its mismatch stays that of rounding, whatever the update has changed since; that is the drift."""
-    logs = [log for log in run[0].state.log_history if "loss" in log]
+    logs = [log for log in runs(ahead)[0].state.log_history if "loss" in log]
     assert len(logs) == 4
     for generation, log in enumerate(logs):
         assert log["sampling/sampling_logp_difference/mean"] < 1e-5
@@ -74,9 +80,9 @@ def test_the_sampler_is_compared_with_the_policy_that_played(run: Any, ahead: in
     assert all(0 < log["drift/effective_sample_size"] < 1 for log in logs[1:])
 
 
-def test_the_log_says_who_waits(run: Any, embedded_model: Path, tmp_path: Path) -> None:
+def test_the_log_says_who_waits(runs: Any, embedded_model: Path, tmp_path: Path) -> None:
     """One process takes turns: what samples and plays does not train."""
-    for log in (log for log in run[0].state.log_history if "loss" in log):
+    for log in (log for log in runs(2)[0].state.log_history if "loss" in log):
         busy = {name: log[f"busy/{name}"] for name in ("trainer", "sampler", "environments")}
         assert min(busy.values()) >= 0 and sum(busy.values()) <= 1 + 1e-9
         assert 0 <= log["time/waiting"] <= log["time/rollout"]
@@ -86,7 +92,7 @@ def test_the_log_says_who_waits(run: Any, embedded_model: Path, tmp_path: Path) 
     assert not [name for name in trainer.state.log_history[0] if name.startswith("busy") or name == "time/waiting"]
 
 
-@pytest.mark.parametrize(("script", "kills"), [(True, (1, 4)), (False, (3, 6))], ids=["script", "model"])
+@pytest.mark.parametrize(("script", "kills", "ahead"), [(True, (1, 4), 1), (False, (3, 6), 2)], ids=["script", "model"])
 def test_a_killed_run_goes_on(
     embedded_model: Path,
     tmp_path: Path,
@@ -118,36 +124,36 @@ def test_a_killed_run_goes_on(
     assert_same(weights(again), weights(whole))
 
 
-def test_a_checkpoint_without_its_open_episodes(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
+def test_a_checkpoint_without_its_open_episodes(embedded_model: Path, tmp_path: Path, runs: Any) -> None:
     """As the Hub has it: the run would play them again with another policy, and nobody would know."""
-    copied = shutil.copytree(run[2] / "checkpoint-3", tmp_path / "checkpoint-3")
+    copied = shutil.copytree(runs(2)[2] / "checkpoint-3", tmp_path / "checkpoint-3")
     (copied / "rollout" / "ahead-0.json").unlink()
     files = json.loads((copied / MARKER).read_text())["files"]
     mark_complete(copied, {name: one for name, one in files.items() if not name.endswith("ahead-0.json")})
-    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=ahead, **RUN, **SAVING)
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=2, **RUN, **SAVING)
     with pytest.raises(CheckpointError, match="without the episodes that it had begun ahead of their update"):
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
-    trainer = make_trainer(
-        embedded_model, tmp_path, environment=Late, environment_workers=5, batches_ahead=ahead, **RUN
-    )
+def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, runs: Any) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, environment=Late, environment_workers=5, batches_ahead=2, **RUN)
     trained = watched(trainer)
     trainer.train()
-    assert [said(one) for one in trained] == [said(one) for one in run[1]]
+    punctual, batches, _ = runs(2)
+    assert [said(one) for one in trained] == [said(one) for one in batches]
     for name, one in weights(trainer).items():
-        assert torch.allclose(one, weights(run[0])[name], atol=1e-6), name
+        assert torch.allclose(one, weights(punctual)[name], atol=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def staying(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, int], list[Any]]:
-    """What a policy that stays says in each batch; two generation batches to an optimizer step; evaluations between."""
+@pytest.mark.parametrize(("rows", "ahead"), [(True, 2), (False, 1)], ids=["rows", "seeds"])
+def test_a_policy_that_stays_plays_the_same_whatever_is_ahead(
+    embedded_model: Path, tmp_path: Path, rows: bool, ahead: int
+) -> None:
+    """Two generation batches to an optimizer step; evaluations between; rows in the order of several shuffled epochs."""
 
-    @functools.cache
-    def play(rows: bool, ahead: int) -> list[Any]:
+    def play(ahead: int) -> list[Any]:
         trainer = make_trainer(
-            embedded_model, tmp_path_factory.mktemp("staying"), batches_ahead=ahead, steps_per_generation=1,
+            embedded_model, tmp_path / str(ahead), batches_ahead=ahead, steps_per_generation=1,
             eval_strategy="steps", eval_steps=1, num_eval_episodes=3, gradient_accumulation_steps=2,
             **({**ROWS, "eval_dataset": ROWS["train_dataset"]} if rows else {}), **{**RUN, "learning_rate": 0.0},
         )  # fmt: skip
@@ -158,15 +164,7 @@ def staying(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
         assert len(trained) == 8
         return [said(one) for one in trained]
 
-    return play
-
-
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "seeds"])
-def test_a_policy_that_stays_plays_the_same_whatever_is_ahead(
-    staying: Callable[[bool, int], list[Any]], rows: bool, ahead: int
-) -> None:
-    """Rows in the order of several shuffled epochs."""
-    assert staying(rows, 0) == staying(rows, ahead)
+    assert play(0) == play(ahead)
 
 
 def test_tokens_are_weighed_by_the_ratio_of_both_policies(embedded_model: Path, tmp_path: Path) -> None:
@@ -258,12 +256,13 @@ def test_a_run_by_hand_plays_its_own_batches(embedded_model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("most", [6, 1])
 def test_the_versions_share_the_rows(
-    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, ahead: int, most: int
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Any, most: int
 ) -> None:
     """As many episodes are decoded at once as without batches ahead, since they need the same memory.
 
     With fewer rows than versions, the oldest ones decode.
     """
+    expected = [said(one) for one in runs(2)[1]]
     rows: list[int] = []
     stepped = VersionedGenerator.step
 
@@ -274,8 +273,8 @@ def test_the_versions_share_the_rows(
         return outputs
 
     monkeypatch.setattr(VersionedGenerator, "step", step)
-    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=ahead, generation_chunk_size=most, **RUN)
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=2, generation_chunk_size=most, **RUN)
     trained = watched(trainer)
     trainer.train()
     assert min(4, most) <= max(rows) <= most
-    assert [said(one) for one in trained] == [said(one) for one in run[1]]
+    assert [said(one) for one in trained] == expected

@@ -10,7 +10,7 @@ import pickle
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,23 @@ def digest(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(embedded_model, tmp_path_factory) -> Callable[[str], Any]:
+    """The trainer of a case after its run, and read only."""
+
+    @functools.cache
+    def train(case: str) -> Any:
+        trainer = make(case, embedded_model, tmp_path_factory.mktemp("whole"))
+        trainer.train()
+        return trainer
+
+    return train
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_every_step(embedded_model, tmp_path, case):
+def test_killed_at_every_step(embedded_model, tmp_path, undisturbed, case):
     """Killed after each step and resumed by a new trainer each time, a run ends where an undisturbed one does, bitwise."""
-    whole = make(case, embedded_model, tmp_path / "whole")
-    whole.train()
+    whole = undisturbed(case)
     steps = whole.args.max_steps
     for step in range(1, steps + 1):
         trainer = run_until(step, case, embedded_model, tmp_path / "killed", resume=step > 1 or None)
@@ -55,7 +67,7 @@ def test_killed_at_every_step(embedded_model, tmp_path, case):
     assert_same(weights(trainer), weights(whole))
     assert logged(trainer) == logged(whole)
     records = recorded(tmp_path / "killed")
-    assert records == recorded(tmp_path / "whole") and any(record["ratios"] for record in records)
+    assert records == recorded(Path(whole.args.output_dir)) and any(record["ratios"] for record in records)
     buffers = {
         step: sorted((tmp_path / "killed" / f"checkpoint-{step}" / "rollout").glob("*.safetensors")) for step in (1, 2)
     }
@@ -168,32 +180,45 @@ class Interrupt(TrainerCallback):
             press_ctrl_c()
 
 
-@pytest.fixture(params=["foreground", "background"])
-def before(request) -> Iterator[Any]:
-    """What an interrupt does before training: a shell starts what runs in the background with interrupts ignored."""
-    own = signal.getsignal(signal.SIGINT)
-    handler = signal.default_int_handler if request.param == "foreground" else signal.SIG_IGN
-    signal.signal(signal.SIGINT, handler)
-    yield handler
-    signal.signal(signal.SIGINT, own)
+@contextmanager
+def interrupts(handler: Any) -> Iterator[None]:
+    """What an interrupt does before training, and again after it."""
+    own = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, own)
 
 
-def test_ctrl_c(embedded_model, tmp_path, warned, before):
-    whole = make("ppo", embedded_model, tmp_path / "whole")
-    whole.train()
-    stopped = make("ppo", embedded_model, tmp_path / "once", callbacks=[Interrupt(1)])
+def interrupt_once(model, folder) -> None:
+    stopped = make("ppo", model, folder, callbacks=[Interrupt(1)])
     with pytest.raises(KeyboardInterrupt, match="stopped at step 2; resume_from_checkpoint=True"):
         stopped.train()
-    assert [path.name for path in (tmp_path / "once").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert "Interrupt again to stop at once" in warned[0]
-    resumed = make("ppo", embedded_model, tmp_path / "once")
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(resumed), weights(whole))
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
+
+def interrupt_twice(model, folder) -> None:
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        make("ppo", embedded_model, tmp_path / "twice", callbacks=[Interrupt(2)]).train()
-    assert not list((tmp_path / "twice").glob("checkpoint-*"))
-    assert signal.getsignal(signal.SIGINT) is before
+        make("ppo", model, folder, callbacks=[Interrupt(2)]).train()
+    assert not list(folder.glob("checkpoint-*"))
+
+
+def test_ctrl_c(embedded_model, tmp_path, undisturbed, warned):
+    with interrupts(signal.default_int_handler):
+        interrupt_once(embedded_model, tmp_path / "once")
+        assert "Interrupt again to stop at once" in warned[0]
+        resumed = make("ppo", embedded_model, tmp_path / "once")
+        resumed.train(resume_from_checkpoint=True)
+        assert_same(weights(resumed), weights(undisturbed("ppo")))
+        interrupt_twice(embedded_model, tmp_path / "twice")
+
+
+def test_ctrl_c_in_the_background(embedded_model, tmp_path):
+    """A shell starts what runs there with interrupts ignored; what is saved is the same."""
+    with interrupts(signal.SIG_IGN):
+        interrupt_once(embedded_model, tmp_path / "once")
+        interrupt_twice(embedded_model, tmp_path / "twice")
 
 
 class KillInside(TrainerCallback):
@@ -207,16 +232,14 @@ class KillInside(TrainerCallback):
             raise Killed
 
 
-def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_path):
+def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_path, undisturbed):
     """It begins with a new generation batch, or where the checkpoint was."""
     trainer = make("ppo", embedded_model, tmp_path, callbacks=[KillInside()], **SAVING)
     with pytest.raises(Killed):
         trainer.train()
     assert trainer._step == 3
-    again = make("ppo", embedded_model, tmp_path / "again")
-    again.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert_same(weights(trainer), weights(again))
+    assert_same(weights(trainer), weights(undisturbed("ppo")))
     shutil.rmtree(tmp_path / "rollouts")
     trainer.train()
     assert trainer._step == 8 + 6

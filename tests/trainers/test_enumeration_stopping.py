@@ -60,9 +60,9 @@ def test_raw_returns_are_the_exact_gradient(embedded_model, tmp_path, game, gamm
     assert relative_error(estimated, game.exact_gradient(gamma)) < 1e-5
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("size", [2, 4])
-@two_and_three_turns
+@pytest.mark.parametrize(
+    ("game", "size", "gamma"), [(2, 2, 0.5), (2, 4, 0.5), (3, 2, 1.0), (3, 2, 0.5), (3, 4, 0.5)], indirect=["game"]
+)
 def test_leave_one_out_is_the_exact_gradient(embedded_model, tmp_path, game, size, gamma):
     trainer = grpo(embedded_model, tmp_path, size, advantage_baseline="leave_one_out", gamma=gamma)
     assert relative_error(game.expectation(trainer, 1, size), game.exact_gradient(gamma)) < 1e-5
@@ -134,18 +134,18 @@ def brute_force_advantages(returns, size, scale, baseline, fallback):
     return advantages
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize(
-    "game, groups, size, options",
+    "game, groups, size, gamma, options",
     [
-        (3, 1, 3, {"scale_rewards": "none"}),
-        (3, 1, 3, {"scale_rewards": "group"}),
-        (3, 1, 3, {"scale_rewards": "group", "advantage_baseline": "leave_one_out"}),
-        (2, 2, 2, {"scale_rewards": "batch"}),
-        (3, 1, 3, {"scale_rewards": "mean"}),
-        (3, 1, 3, {"scale_rewards": "none", "turn_advantage_trajectory_fallback": False}),
+        (3, 1, 3, 1.0, {"scale_rewards": "none"}),
+        (3, 1, 3, 0.5, {"scale_rewards": "none"}),
+        (3, 1, 3, 0.5, {"scale_rewards": "group"}),
+        (3, 1, 3, 0.5, {"scale_rewards": "group", "advantage_baseline": "leave_one_out"}),
+        (2, 2, 2, 0.5, {"scale_rewards": "batch"}),
+        (3, 1, 3, 0.5, {"scale_rewards": "mean"}),
+        (3, 1, 3, 0.5, {"scale_rewards": "none", "turn_advantage_trajectory_fallback": False}),
     ],
-    ids=["mean", "group", "group-leave-one-out", "batch", "maxrl", "no-fallback"],
+    ids=["mean-undiscounted", "mean", "group", "group-leave-one-out", "batch", "maxrl", "no-fallback"],
     indirect=["game"],
 )
 def test_what_is_no_multiple_of_the_exact_gradient_equals_brute_force(
@@ -218,8 +218,7 @@ class Anchored(Chatter):
         return super().reset(seed, options)[0], {"anchor": "start"}
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("granularity", ["turn", "token"])
+@pytest.mark.parametrize(("granularity", "gamma"), [("turn", 1.0), ("turn", 0.5), ("token", 0.5)])
 def test_rebn_equals_brute_force(embedded_model, tmp_path, game, granularity, gamma):
     """A turn of two tokens counts once, or twice."""
 

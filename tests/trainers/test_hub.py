@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from copy import copy
+from types import SimpleNamespace
 
 import forks
 import pytest
@@ -14,10 +15,13 @@ from games import make_trainer
 from hub_push import TOKEN
 from hub_runs import SCRIPT, environment, run
 from hub_server import running_hub
+from huggingface_hub import close_session, get_session, set_client_factory
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
-from agile_trainers.checkpoints.hub import HubUnreachableError
+from agile_trainers.checkpoints.background_pushes import SILENCE_SECONDS, limit_silence
+from agile_trainers.checkpoints.hub import HubUnreachableError, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete
 from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
@@ -324,3 +328,30 @@ def test_hyperparameters_are_what_was_chosen(tmp_path):
 def test_extras_that_are_not_there_are_refused(embedded_model, tmp_path, extras, changes, named):
     with pytest.raises(ValueError, match=named):
         make_trainer(embedded_model, tmp_path, hub_extras=extras, **changes)
+
+
+def test_every_client_of_the_hub_has_a_timeout():
+    """Also those that follow an error of the connection; one that the user has chosen stays."""
+    close_session()
+    own = get_session()
+    hooks, made = own.event_hooks, type(own)
+    try:
+        set_client_factory(lambda: made(event_hooks=hooks, timeout=7.0))
+        limit_silence()
+        assert get_session().timeout.read == 7.0
+        set_client_factory(lambda: made(event_hooks=hooks, follow_redirects=True, timeout=None))
+        limit_silence()
+        for _ in range(2):
+            client = get_session()
+            assert client.timeout.read == client.timeout.connect == SILENCE_SECONDS
+            assert client.event_hooks == hooks and client.follow_redirects
+            close_session()
+    finally:
+        set_client_factory(lambda: made(event_hooks=hooks, follow_redirects=True, timeout=None))
+
+
+def test_a_hub_that_refuses_is_not_unreachable():
+    refusal = HfHubHTTPError("403 Forbidden", response=SimpleNamespace(headers={}, status_code=403, request=None))
+    for error, raised in ((refusal, HfHubHTTPError), (HTTPError("connection refused"), HubUnreachableError)):
+        with pytest.raises(raised), reporting_unreachable("a/b"):
+            raise error

@@ -172,7 +172,7 @@ def test_rewards_in_any_array_are_taken(embedded_model: Path) -> None:
 def test_a_path_as_model(embedded_model: Path, tmp_path: Path) -> None:
     args = MultiTurnGRPOConfig(**settings(tmp_path))
     trainer = MultiTurnGRPOTrainer(model=embedded_model, args=args, environment=Chatter, peft_config=LoraConfig(**LORA))
-    assert trainer._recipe.arguments["model"] == str(embedded_model), "further trainers of a search load it by name"
+    assert trainer.model.get_base_model().name_or_path == str(embedded_model)
 
 
 @pytest.mark.parametrize("place", [".", "run"])

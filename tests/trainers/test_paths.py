@@ -138,12 +138,23 @@ def by_hand(trainer, episodes, loss_type, *, beta, level):
     return each.sum() / mask.sum()
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
+LOSSES = [("grpo", "token"), ("dapo", "turn"), ("dr_grpo", "token"), ("grpo", "sequence")]
+
+
 @pytest.mark.parametrize(
-    ("loss_type", "level"), [("grpo", "token"), ("dapo", "turn"), ("dr_grpo", "token"), ("grpo", "sequence")]
-)
-@pytest.mark.parametrize(
-    "budget", [pytest.param(None, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow), 12]
+    ("budget", "packing", "loss_type", "level"),
+    [
+        *((12, "prefix", *one) for one in LOSSES),
+        (12, "none", "grpo", "sequence"),
+        (12, "none", "dapo", "turn"),
+        *(pytest.param(12, "none", *one, marks=pytest.mark.slow) for one in LOSSES if one[1] == "token"),
+        *(
+            pytest.param(budget, packing, *one, marks=pytest.mark.slow)
+            for budget in (None, 40)
+            for packing in ("none", "prefix")
+            for one in LOSSES
+        ),
+    ],
 )
 def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_type, level, budget):
     options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, "sequence_packing": packing}

@@ -40,6 +40,9 @@ class Beside(ServedPolicy):
     def remove_adapter(self) -> None:
         self._connect(None, 0, None)
 
+    def close(self) -> None:
+        self.others = []
+
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         self.others: list[dict[str, torch.Tensor]] = []
         self.copy: Any = copy.deepcopy(self._model).eval()

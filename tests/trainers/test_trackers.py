@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+
+pytest.importorskip("tensorboard", reason="the trackers are not installed: pip install 'agile-trainers[dev]'")
+pytest.importorskip("trackio", reason="the same")
+pytest.importorskip("wandb", reason="the same")
+
 import wandb
 from games import make_trainer
 from planted import SECRETS, arguments, files_of, found_in
@@ -41,7 +46,8 @@ def reported(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("reported")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_DIR", str(folder))
+        for place in ("", "_CACHE", "_CONFIG", "_DATA"):
+            patch.setenv(f"WANDB{place}_DIR", str(folder))
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
         for name, value in SECRETS.items():
             patch.setenv(name.upper(), value)

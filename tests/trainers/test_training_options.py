@@ -30,8 +30,15 @@ def plain(embedded_model, tmp_path_factory):
     return {name: gradients(name, embedded_model, tmp_path_factory.mktemp("plain")) for name in MAKERS}
 
 
-@pytest.mark.parametrize("option", WITH_GRADIENTS_OF)
-@pytest.mark.parametrize("algorithm", MAKERS)
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        # Capturing graphs takes seconds; PPO's are those of the policy, and its critic's.
+        pytest.param(algorithm, option, marks=[pytest.mark.slow] if (algorithm, option) == ("grpo", "compiled") else [])
+        for algorithm in MAKERS
+        for option in WITH_GRADIENTS_OF
+    ],
+)
 def test_the_gradient_is_that_of_a_plain_step(plain, embedded_model, tmp_path, algorithm, option):
     changes, allowed = WITH_GRADIENTS_OF[option]
     assert relative_error(gradients(algorithm, embedded_model, tmp_path, **changes), plain[algorithm]) <= allowed

@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from games import Chatter, Gradients, end_process, make_trainer
 
+from agile_trainers import MultiTurnTrainer
 from agile_trainers.evaluation import EpisodeOptions, VllmSampler, evaluate_policy
 from agile_trainers.sampling.sampler import sampling_settings
 
@@ -33,10 +35,25 @@ def judge(trajectories, log_metric, log_extra, **_):
     return [None if len(episode.turns) == 1 else float(len(episode.completion_ids)) for episode in trajectories]
 
 
+def evaluate(trainer: MultiTurnTrainer) -> dict[str, Any]:
+    metrics = trainer.evaluate()
+    alone = evaluate_policy(
+        trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed, held_out=False,
+        options=EpisodeOptions.of_args(trainer.args), sampling=sampling_settings(trainer.args),
+    )  # fmt: skip
+    try:
+        VllmSampler()
+        refusal = None
+    except (ImportError, ValueError) as error:
+        refusal = str(error)
+    return {"evaluation": metrics, "rows": alone.rows, "alone": alone.metrics, "refusal": refusal}
+
+
 def play(model: str, output: Path, changes: dict) -> None:
     """One case. ``per_device_train_batch_size`` is divided by the number of processes; with ``by_hand`` several of these
-    train by ``rollout`` and ``update``."""
+    train by ``rollout`` and ``update``. With ``evaluated`` the policy is evaluated by the trainer, and apart from it."""
     processes, by_hand = int(os.environ.get("WORLD_SIZE", "1")), changes.pop("by_hand", False)
+    evaluated = changes.pop("evaluated", False)
     rows = changes.pop("per_device_train_batch_size") // processes
     if changes.pop("judged", False):
         changes = {"environment": Fragile, **changes, "reward_funcs": judge}
@@ -51,16 +68,7 @@ def play(model: str, output: Path, changes: dict) -> None:
             trainer.update(trainer.rollout())
     else:
         trainer.train()
-    metrics = trainer.evaluate()
-    alone = evaluate_policy(
-        trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed, held_out=False,
-        options=EpisodeOptions.of_args(trainer.args), sampling=sampling_settings(trainer.args),
-    )  # fmt: skip
-    try:
-        VllmSampler()
-        refusal = None
-    except (ImportError, ValueError) as error:
-        refusal = str(error)
+    evaluations = evaluate(trainer) if evaluated else {}
     if trainer.accelerator.is_main_process:
         torch.save(
             {
@@ -69,10 +77,7 @@ def play(model: str, output: Path, changes: dict) -> None:
                 "gradients": [{k.removeprefix("module."): v for k, v in step.items()} for step in gradients.steps],
                 "adapter": {k: v for k, v in trainer.model.state_dict().items() if "lora" in k},
                 "logged": trainer.state.log_history[0],
-                "evaluation": metrics,
-                "rows": alone.rows,
-                "alone": alone.metrics,
-                "refusal": refusal,
+                **evaluations,
             },
             output / "result.pt",
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from missing_programs import chromium
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -19,11 +19,9 @@ FLAGS = [
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Debian's Chromium, with an empty profile."""
     playwright = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    assert path, "There is no Chromium: apt-get install -y chromium"
     with playwright.sync_playwright() as running:
         profile = tmp_path_factory.mktemp("profile")
-        context = running.chromium.launch_persistent_context(profile, executable_path=path, args=FLAGS)
+        context = running.chromium.launch_persistent_context(profile, executable_path=chromium(), args=FLAGS)
         yield context
         context.close()
 

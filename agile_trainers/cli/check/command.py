@@ -64,7 +64,6 @@ class CheckArguments:
         "machine without a GPU, which is to plan for another machine, no weights are loaded: it is the random or "
         "expert policy then, if the environment has one.",
     )
-    player: str | None = option(None, "The earlier name of `scripted_policy`, an error now.")
     time_limit: float = option(
         30.0,
         "Seconds a call of the environment may take, unless `environment_timeout` is set. An agent's episode may take "
@@ -87,8 +86,6 @@ class CheckArguments:
             raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
         if self.episodes is not None and self.episodes < 2:
             raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
-        if self.player is not None:
-            raise ValueError(f"player is called scripted_policy: set scripted_policy={self.player!r}.")
         if self.scripted_policy not in POLICIES:
             raise ValueError(f"scripted_policy must be one of {', '.join(POLICIES)}, got {self.scripted_policy!r}.")
         if not self.time_limit > 0:

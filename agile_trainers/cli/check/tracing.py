@@ -175,14 +175,13 @@ def _without_data(model: nn.Module) -> None:
     """Replace parameters and buffers by CPU tensors without data, to which the autocast rules of a device apply."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in made:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    trained = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
-                if tensor is not None:
-                    tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                trained = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
+            setattr(module, name, made[id(tensor)])
 
 
 @contextmanager

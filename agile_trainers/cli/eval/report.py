@@ -15,6 +15,7 @@ from rich.table import Table
 from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
+from agile_trainers.imports import matplotlib_apart
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 """Okabe and Ito's colors, which can be told apart with any colour vision."""
@@ -153,8 +154,9 @@ def plot(reports: Sequence[EnvironmentReport], path: Path) -> Path:
     Returns:
         ``path``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with matplotlib_apart():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     names = [one.policy for one in reports[0].played]
     longest = max(map(len, names))

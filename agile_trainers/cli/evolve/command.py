@@ -16,9 +16,8 @@ from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_
 from agile_trainers.cli.evolve.table import MemberProgress, value_text
 from agile_trainers.cli.progress import PROGRESS
 from agile_trainers.cli.train import Started
-from agile_trainers.populations import Lineage, Population, PopulationError, Processes, Round, split_processes
+from agile_trainers.populations import Lineage, Population, PopulationError, Processes, split_processes
 from agile_trainers.populations.lineage import FILE, with_error
-from agile_trainers.populations.picture import write_picture
 
 WINNER = "winner"
 """Folder of the best member's policy."""
@@ -105,15 +104,9 @@ def run_plan(
         if table:
             progress.watch(trainer, member)
 
-    def on_round(done: Round) -> None:
-        if table:
-            progress.show(done)
-        if not done.replayed or done.number == done.rounds:
-            write_picture(population.lineage, population.output_dir)
-
     population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
     with progress.bar if table else nullcontext():
-        population.run(on_round)
+        population.run(progress.show if table else None)
     folder = winner or population.output_dir / WINNER
     if processes.is_main:
         _export(population, folder)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/nix/store")
 _SITES = ("site-packages", "dist-packages")
 _PROBE_SECONDS = 60.0
+_importing = threading.Lock()
 
 # All other calls fail with "operation not permitted": sockets, processes, signals, mounts, limits of others, ...
 _ALLOWED = (
@@ -370,7 +372,8 @@ def _filter_if_any() -> bytes:
 @functools.cache
 def _filter() -> bytes:
     """Compile the seccomp filter in the kernel's format."""
-    import pyseccomp as seccomp
+    with _importing:  # a thread would get the module that fails to be imported in another
+        import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.EPERM))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from agile_trainers.imports import nearest
+from agile_trainers.imports import matplotlib_apart, nearest
 
 _EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader"
 
@@ -44,7 +44,8 @@ class Library:
         """
         if not self.is_installed:
             raise ImportError(f"{' and '.join(self.packages)} cannot be imported. Run: {self.install}")
-        return importlib.import_module(self.packages[-1])
+        with matplotlib_apart():  # reasoning-gym imports it
+            return importlib.import_module(self.packages[-1])
 
     def listed(self) -> list[str]:
         """Return the names to list; none where they are not known."""
@@ -91,7 +92,7 @@ LIBRARIES = {
         "verifiers",
         "task sets of one answer, verifiers:<task set>",
         ("verifiers", "verifiers.v1"),
-        install="pip install 'verifiers>=0.4'",
+        install="pip install 'agile-trainers[verifiers]'",
     ),
 }
 """Libraries by the prefix of their ids."""

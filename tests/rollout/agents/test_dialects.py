@@ -18,6 +18,7 @@ from agile_trainers.rollout.agents.dialects.messages import MESSAGES
 from agile_trainers.rollout.agents.dialects.responses import RESPONSES
 from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, SampledToken
 
+CLIENTS = "the clients' own packages are not installed: pip install 'agile-trainers[dev]'"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Tell the weather.", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -418,6 +419,7 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
 def test_chat_completions_as_the_openai_package_reads_them(answer: Answer, logprobs: bool) -> None:
+    pytest.importorskip("openai", reason=CLIENTS)
     from openai.lib.streaming.chat import ChatCompletionStreamState
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -474,6 +476,7 @@ def test_n_choices_are_streamed_one_after_the_other() -> None:
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
 def test_responses_as_the_openai_package_reads_them(answer: Answer, logprobs: bool) -> None:
+    pytest.importorskip("openai", reason=CLIENTS)
     from openai import omit
     from openai.lib.streaming.responses._responses import ResponseStreamState
     from openai.types.responses import Response, ResponseStreamEvent
@@ -515,6 +518,7 @@ def test_responses_as_the_openai_package_reads_them(answer: Answer, logprobs: bo
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 def test_messages_as_the_anthropic_package_reads_them(answer: Answer) -> None:
+    pytest.importorskip("anthropic", reason=CLIENTS)
     from anthropic.lib.streaming._messages import accumulate_event
     from anthropic.types import Message, RawMessageStreamEvent
     from pydantic import TypeAdapter
@@ -624,6 +628,8 @@ def test_random_arguments_come_back_equal() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 500])
 def test_errors_have_the_form_of_the_dialect(status: int) -> None:
+    pytest.importorskip("anthropic", reason=CLIENTS)
+    pytest.importorskip("openai", reason=CLIENTS)
     from anthropic.types import ErrorResponse
     from openai.types.shared import ErrorObject
 

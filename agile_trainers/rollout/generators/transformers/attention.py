@@ -1,8 +1,8 @@
 """Attention of a pass that reads one token of each row, without copies of keys and values.
 
-With a mask, PyTorch's attention has no form for grouped queries, and transformers copies keys and values once for each query
-head, in every layer and for every token. Here the query heads that share a key head become the query's positions: they read
-the same keys under the same mask.
+With a mask, PyTorch's attention has no form for grouped queries, and transformers before 5.23 copies keys and values once
+for each query head, in every layer and for every token. Here the query heads that share a key head become the query's
+positions, as in transformers 5.23: they read the same keys under the same mask.
 """
 
 from __future__ import annotations

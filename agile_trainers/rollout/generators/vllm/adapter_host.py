@@ -10,7 +10,7 @@ import tempfile
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -78,6 +78,7 @@ class AdapterFolder:
     def __init__(self, place: str | Path | None = None) -> None:
         self._place = place
         self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._unlock: Callable[[], object] = lambda: None
 
     @contextmanager
     def written(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> Iterator[tuple[str, Path, int]]:
@@ -88,7 +89,7 @@ class AdapterFolder:
             self._made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._place)
             Path(self._made.name).chmod(0o755)  # the server may run as another user
             with suppress(OSError):  # some file systems have no locks
-                weakref.finalize(self, os.close, _locked(Path(self._made.name), fcntl.LOCK_SH))
+                self._unlock = weakref.finalize(self, os.close, _locked(Path(self._made.name), fcntl.LOCK_SH))
         name = f"policy-{uuid.uuid4().hex}"
         folder = Path(self._made.name).resolve() / name
         try:
@@ -123,6 +124,13 @@ class AdapterFolder:
         """Delete an adapter."""
         assert self._made is not None
         shutil.rmtree(Path(self._made.name) / name)
+
+    def close(self) -> None:
+        """Delete the folder and all adapters in it. The next adapter makes another."""
+        if self._made is not None:
+            self._made.cleanup()
+            self._unlock()
+            self._made = None
 
 
 def _locked(folder: Path, how: int) -> int:

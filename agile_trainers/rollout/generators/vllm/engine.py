@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    destroy_model_parallel,
+    model_parallel_is_initialized,
+)
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -37,6 +44,8 @@ _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 class VllmEngine(AdapterHost[LoRARequest]):
     """A vLLM engine in this process. It serves one adapter to all requests that name none, and works on token ids.
+
+    It is shut down by :meth:`close`, or when it is deleted, and its memory is freed.
 
     Args:
         model: Folder or Hub id of the base model.
@@ -74,7 +83,8 @@ class VllmEngine(AdapterHost[LoRARequest]):
             # (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
             more |= {"enforce_eager": True, "block_size": 32}
             chunks = False
-        with _launched_as(*process):
+        _collect()  # an engine whose trainer has been deleted may not have gone yet
+        with _launched_as(*process), _groups.used_by_engine():
             arguments = EngineArgs(
                 model=model,
                 skip_tokenizer_init=True,
@@ -91,6 +101,9 @@ class VllmEngine(AdapterHost[LoRARequest]):
                 **(more | dict(options or {})),
             )
             self.engine = LLMEngine.from_engine_args(arguments)
+        core: Any = self.engine.engine_core
+        core._finalizer.detach()  # it would destroy the process groups of the trainer and of other engines
+        self._shut_down = weakref.finalize(self, _shut_down, core.engine_core)
         self.max_model_length: int = self.engine.model_config.max_model_len
         self.vocab_size: int = self.engine.model_config.get_vocab_size()
         self.max_adapters = max_adapters
@@ -144,18 +157,71 @@ class VllmEngine(AdapterHost[LoRARequest]):
         """Allocate memory again, for the ``"weights"`` or the ``"kv_cache"``."""
         self.engine.wake_up([part])
 
-    def close(self) -> None:
-        """Shut the engine down and free its memory, in a process without a process group of its own.
+    @property
+    def is_open(self) -> bool:
+        """True until :meth:`close`."""
+        return self._shut_down.alive
 
-        vLLM destroys the process's default group, and what other engines of this process need.
-        """
-        core = self.engine.engine_core
-        del self.engine
-        core.shutdown()
-        del core
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    def close(self) -> None:
+        """Shut the engine down and free its memory. Called again, it does nothing."""
+        if self.is_open:
+            self.adapter = None
+            del self.engine
+            self._shut_down()
+            _collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+class _Groups:
+    """The process groups that vLLM makes for all engines of this process; they go with the last one."""
+
+    def __init__(self) -> None:
+        self._engines = 0
+        self._default_is_ours = self._others_are_ours = False
+
+    @contextmanager
+    def used_by_engine(self) -> Iterator[None]:
+        """Count the engine that is made in this block, unless that fails, until :meth:`leave`."""
+        if not self._engines:
+            self._default_is_ours = not dist.is_initialized()  # the trainer's otherwise
+            self._others_are_ours = not model_parallel_is_initialized()
+        self._engines += 1
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            # vLLM takes all objects of the process, the trainer too, from the garbage collector, and they would never go.
+            gc.unfreeze()
+
+    def leave(self) -> None:
+        """Destroy the groups that vLLM has made if this was the last engine."""
+        self._engines -= 1
+        if self._engines or not self._others_are_ours:
+            return
+        if self._default_is_ours:
+            cleanup_dist_env_and_memory()
+        else:
+            destroy_model_parallel()
+
+
+_groups = _Groups()
+
+
+def _shut_down(core: Any) -> None:
+    """Free an engine as ``EngineCore.shutdown`` does, but keep the process groups of the trainer and of other engines."""
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    _groups.leave()
+
+
+def _collect() -> None:
+    """Collect garbage twice: engines, whose finalizers still hold their memory, and then that memory."""
+    gc.collect()
+    gc.collect()
 
 
 @dataclass(eq=False)

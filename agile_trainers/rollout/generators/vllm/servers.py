@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import requests
 import torch
 from peft import LoraConfig
 from requests import ConnectionError as RequestsConnectionError
 from transformers.utils import logging
 
-from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost
+from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
 
 if TYPE_CHECKING:
     from agile_trainers.rollout.generators.vllm.server import VllmServer
 
 logger = logging.get_logger(__name__)
+
+_LEAVING_SECONDS = 5.0
 
 
 class VllmServers(AdapterHost[str]):
@@ -41,6 +45,10 @@ class VllmServers(AdapterHost[str]):
         self.files, self.max_batch_size, self.vocab_size = first.files, first.max_batch_size, first.vocab_size
         self.max_model_length = min(server.max_model_length for server in servers)
         self._lock = threading.Lock()
+        self._served: set[str] = set()
+        self.close = weakref.finalize(self, _leave, [server.url for server in servers], self._served, self.files)
+        """Unloads the adapters and deletes their files; this also happens when the object is deleted, and at the end of this
+        process. The servers may be gone."""
 
     def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
         loaded: list[VllmServer] = []
@@ -57,10 +65,12 @@ class VllmServers(AdapterHost[str]):
                     with suppress(Exception):
                         server.unload(name)
                 raise
+        self._served.add(name)
         return name, moved
 
     def drop_adapter(self, adapter: str) -> None:
         """Serve an adapter no longer, and delete its files."""
+        self._served.discard(adapter)
         self._on_each(lambda server: server.unload(adapter))
         self.files.delete(adapter)
 
@@ -110,6 +120,14 @@ class VllmServers(AdapterHost[str]):
                     "The vLLM server at %s does not answer and is left out from now on; its requests go to %s. %s",
                     self.servers[place].url, others, error.__cause__ or error,
                 )  # fmt: skip
+
+
+def _leave(urls: Sequence[str], served: Iterable[str], files: AdapterFolder) -> None:
+    for url in urls:
+        with suppress(requests.RequestException):
+            for name in sorted(served):
+                requests.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=_LEAVING_SECONDS)
+    files.close()
 
 
 def _unload_if_served(name: str, server: VllmServer) -> None:

@@ -1,0 +1,22 @@
+"""Skips what asks for a library that is not installed: `make test-newest` and `test-lowest` begin without extras."""
+
+from __future__ import annotations
+
+import pytest
+
+from agile_trainers.envs.libraries import LIBRARIES
+
+ASKED_BY = {
+    **{f"{name}:": library.packages for name, library in LIBRARIES.items()},
+    "import evaluate": ("evaluate",),
+    "--metric": ("evaluate",),
+    "BitsAndBytesConfig": ("bitsandbytes",),
+}
+"""Parts of a command or of code, and the modules that they need."""
+
+
+def skip_without_libraries(text: str) -> None:
+    """Skip the test that runs where it reads a library that is not installed."""
+    for asked, modules in ASKED_BY.items():
+        for module in modules if asked in text else ():
+            pytest.importorskip(module, reason=f"{module} is not installed: pip install 'agile-trainers[dev]'")

@@ -1,0 +1,116 @@
+"""A trainer that is closed, deleted or not even made frees what it has begun: threads, processes, descriptors, tensors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from games import Chatter, make_trainer
+from ten_trainers import check_tenth, held, maker
+
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+OUTSIDE = ("threads", "processes")
+"""What ends with ``close()``; the rest is the model's."""
+
+
+def left_as(expected: dict[str, int], names: tuple[str, ...] = (*OUTSIDE, "descriptors", "trainers")) -> dict[str, int]:
+    """Check what is held, once processes and threads that are ending have ended."""
+    until = time.monotonic() + 60
+    while any((now := held())[name] != expected[name] for name in names) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert {name: now[name] for name in names} == {name: expected[name] for name in names}
+    return now
+
+
+def begun(model: Path, folder: Path, kinds: list[str]) -> MultiTurnTrainer:
+    """A trainer that has trained, or, by hand, is in the middle of a run."""
+    trainer = maker(kinds, model)(folder)
+    if "ahead" in kinds:
+        trainer.train()
+    else:
+        trainer.update(trainer.rollout())
+        trainer.start()
+        trainer.rollout()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def before(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """What is held after a first trainer: the server that starts processes stays."""
+    begun(embedded_model, tmp_path_factory.mktemp("first"), ["processes"]).close()
+    while multiprocessing.active_children():
+        time.sleep(0.05)
+    return held()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "how"),
+    [
+        (["processes"], "closed"),
+        (["processes"], "deleted"),
+        (["agents", "processes", "ahead"], "closed"),
+        (["critic", "ahead"], "deleted"),
+        pytest.param(["agents", "processes", "ahead"], "deleted", marks=pytest.mark.slow),
+        pytest.param(["critic", "ahead"], "closed", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_trainer_holds(
+    kinds: list[str], how: str, embedded_model: Path, tmp_path: Path, before: dict[str, int]
+) -> None:
+    trainer = begun(embedded_model, tmp_path, kinds)
+    during = held()
+    assert during["bytes"] > before["bytes"] and during["trainers"] == before["trainers"] + 1
+    if kinds == ["processes"]:
+        assert during["processes"] > before["processes"] and during["threads"] > before["threads"]
+    if how == "closed":
+        trainer.close()
+        left_as(before, OUTSIDE)
+        trainer.close()
+    del trainer
+    freed = during["bytes"] - left_as(before)["bytes"]
+    assert freed > 0.95 * (during["bytes"] - before["bytes"]), "caches of libraries may stay"
+
+
+def test_a_closed_trainer_says_so_and_can_be_saved(embedded_model: Path, tmp_path: Path) -> None:
+    with make_trainer(embedded_model, tmp_path) as trainer:
+        episodes = trainer.rollout()
+    calls: list[Any] = [
+        trainer.train, trainer.evaluate, lambda: trainer.predict([{"row": 1}]), trainer.rollout, trainer.start,
+        lambda: trainer.update(episodes),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^This trainer is closed: .*make a trainer from the saved model\.$"):
+            call()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_config.json").is_file()
+    make_trainer(embedded_model, tmp_path).train()  # the folder is locked no longer
+
+
+def test_a_trainer_that_fails_holds_nothing(embedded_model: Path, tmp_path: Path, before: dict[str, int]) -> None:
+    """Also while its error, and with it the half-made trainer, is there."""
+    with pytest.raises(ValueError, match="trained whole") as caught:
+        make_trainer(embedded_model, tmp_path, lora=False, environment_processes=2, batches_ahead=1)
+    left_as(before, OUTSIDE)
+    assert caught.tb is not None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_threads_of_a_pool_end_with_it(workers: int, before: dict[str, int]) -> None:
+    pool = EnvironmentPool(Chatter, workers) if workers else EnvironmentPool(Chatter, processes=1)
+    pool.reset(0, 0, None)
+    assert pool.outcomes(block=True)[0].error is None
+    assert held()["threads"] > before["threads"]
+    del pool
+    left_as(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [["plain"], ["agents", "processes", "ahead"], ["critic", "ahead"]], ids="+".join)
+def test_the_tenth_leaves_what_the_second_left(kinds: list[str], embedded_model: Path, tmp_path: Path) -> None:
+    """Of each two trainers one is deleted, the other closed."""
+    check_tenth(embedded_model, tmp_path, kinds)
