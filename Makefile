@@ -22,7 +22,8 @@ overlay = test -d $(1) || $(RUN) -m venv $(1); \
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 AGILERL := .venv-agilerl
-SUITE := -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+# A test that hangs ends its worker with the stack of each thread, not the run with nothing.
+SUITE := -n 2 --dist loadfile --timeout 600 --timeout-method thread -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 # With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
 GPU_WHEELS := .gpu-wheels
@@ -70,7 +71,7 @@ test-newest test-lowest:
 	$(OWN)/bin/uv build --quiet --wheel --out-dir $(OWN)/wheel
 	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --resolution $(VERSIONS) --requirement pyproject.toml
 	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --no-deps $(OWN)/wheel/*.whl
-	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet pytest pytest-xdist
+	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet pytest pytest-xdist pytest-timeout
 	$(OWN)/bin/pytest $(SUITE)
 	VIRTUAL_ENV=$(OWN) $(OWN)/bin/uv pip install --quiet --upgrade --resolution $(VERSIONS) --requirement pyproject.toml --extra dev
 	$(OWN)/bin/pytest $(SUITE)
