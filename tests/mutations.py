@@ -2131,6 +2131,10 @@ MUTATIONS = [
         "            connection.close()", "            pass", "tests/rollout/test_left_processes.py -k exit_with_it",
     ),
     Mutation(
+        "a process whose closing is cut short is left", "rollout/process_environment.py",
+        "finally:  # also when", "except ArithmeticError:  # also when", "tests/rollout/agents/test_faults.py -k in_processes",
+    ),
+    Mutation(
         "tokens that were added do not end an answer", "rollout/generators/transformers/decoding.py",
         "_stop_criteria(tokenizer, len(tokenizer), settings", "_stop_criteria(tokenizer, 0, settings",
         "tests/rollout/test_decoding.py -k stop_strings",

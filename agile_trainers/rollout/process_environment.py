@@ -140,11 +140,13 @@ class ProcessEnvironment:
 
     async def close(self) -> None:
         """Close the environment, then end its process and all that were started by it."""
-        with suppress(EnvironmentProcessError, TimeoutError):
-            await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
-            self._connection.close()  # on which the process exits by itself
-            await self._ended()
-        self._end()
+        try:
+            with suppress(EnvironmentProcessError, TimeoutError):
+                await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
+                self._connection.close()  # on which the process exits by itself
+                await self._ended()
+        finally:  # also when the pool's loop is stopped meanwhile
+            self._end()
         await self._ended()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
