@@ -2132,11 +2132,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a process whose closing is cut short is left", "rollout/process_environment.py",
-        "finally:  # also when", "except ArithmeticError:  # also when", "tests/rollout/agents/test_faults.py -k in_processes",
+        "finally:  # also when", "except ArithmeticError:  # also when",
+        "tests/rollout/agents/test_faults.py -k in_processes",
     ),
     Mutation(
         "tokens that were added do not end an answer", "rollout/generators/transformers/decoding.py",
-        "_stop_criteria(tokenizer, len(tokenizer), settings", "_stop_criteria(tokenizer, 0, settings",
+        "(len(tokenizer), settings", "(0, settings",
         "tests/rollout/test_decoding.py -k stop_strings",
     ),
     Mutation(

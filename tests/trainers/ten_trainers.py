@@ -23,6 +23,7 @@ import torch
 from environment_agents import Plays
 from games import Long, end_process, make_trainer
 from ppo_games import make_ppo
+from transformers.generation.stopping_criteria import STOP_STRING_EMBEDDING_CACHE
 
 from agile_trainers.envs.agent import Agent
 from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -46,6 +47,7 @@ def maker(kinds: list[str], model: Path | str) -> Callable[..., MultiTurnTrainer
 
 def held() -> dict[str, int]:
     """Count what this process holds: live trainers, bytes of tensors, threads, processes below it, descriptors."""
+    STOP_STRING_EMBEDDING_CACHE.clear()  # of transformers, for at most eight tokenizers
     for _ in range(3):  # a thread or process that ends frees more
         gc.collect()
     multiprocessing.active_children()  # lets go of those that have ended

@@ -19,7 +19,7 @@ OUTSIDE = ("threads", "processes")
 
 
 def left_as(expected: dict[str, int], names: tuple[str, ...] = (*OUTSIDE, "descriptors", "trainers")) -> dict[str, int]:
-    """Check that no more is held, once processes and threads that are ending have ended; those of other tests may end too."""
+    """Check that no more is held, once processes and threads that are ending have ended; others may end too."""
     until = time.monotonic() + 60
     while any((now := held())[name] > expected[name] for name in names) and time.monotonic() < until:
         time.sleep(0.05)

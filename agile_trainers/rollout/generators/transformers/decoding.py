@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
@@ -132,6 +132,9 @@ def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tens
     return torch.tensor([[fill] * (width - len(ids)) + ids for ids, fill in zip(sequences, fills)])
 
 
+_stop_criteria = WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, tuple[str, ...]], StopStringCriteria]]()
+
+
 def stop_criteria(settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria | None:
     """Make transformers' criterion for stop strings; None if there are none.
 
@@ -142,13 +145,9 @@ def stop_criteria(settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase
         return None
     if tokenizer is None:
         raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
-    return _stop_criteria(tokenizer, len(tokenizer), settings.stop_strings)
-
-
-@lru_cache(maxsize=4)
-def _stop_criteria(tokenizer: PreTrainedTokenizerBase, size: int, stop_strings: tuple[str, ...]) -> StopStringCriteria:
-    """Match the strings with the vocabulary of ``size`` tokens, which takes .8 s where it has 150,000.
-
-    The cache of transformers does not find it again: a fast tokenizer's ``get_vocab`` has another order at each call.
-    """
-    return StopStringCriteria(tokenizer, list(stop_strings))
+    # For 150,000 tokens a criterion takes .8 s to make. The cache of transformers does not find it again: a fast tokenizer's
+    # `get_vocab` has another order at each call.
+    made, asked = _stop_criteria.setdefault(tokenizer, {}), (len(tokenizer), settings.stop_strings)
+    if asked not in made:
+        made[asked] = StopStringCriteria(tokenizer, list(settings.stop_strings))
+    return made[asked]
