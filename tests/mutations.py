@@ -2136,6 +2136,14 @@ MUTATIONS = [
         "tests/rollout/agents/test_faults.py -k in_processes",
     ),
     Mutation(
+        "a name of another library is answered with the nearest alone", "config/other_names.py",
+        'if here else nearest', 'if not here else nearest', "tests/test_other_names.py -k options",
+    ),
+    Mutation(
+        "a trainer's unknown argument is not answered", "trainers/arguments.py",
+        "if name not in parameters:", "if name in ():", "tests/test_other_names.py -k arguments",
+    ),
+    Mutation(
         "tokens that were added do not end an answer", "rollout/generators/transformers/decoding.py",
         "(len(tokenizer), settings", "(0, settings",
         "tests/rollout/test_decoding.py -k stop_strings",

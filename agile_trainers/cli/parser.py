@@ -14,7 +14,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 from agile_trainers.cli.errors import wrapped
 from agile_trainers.cli.yaml_files import read_yaml
-from agile_trainers.imports import nearest
+from agile_trainers.config.other_names import meant
 
 OFTEN = (
     "model_name_or_path", "output_dir", "dataset_name", "learning_rate", "max_steps", "per_device_train_batch_size",
@@ -125,7 +125,7 @@ class Parser(TrlParser):
             name = option.split("=")[0]
             if name.startswith("--") and name not in others:
                 near = [*own, *others]
-                self.error(f"there is no option {name}{nearest(name, near, count=1)}")
+                self.error(f"there is no option {name}{meant(name, near, count=1)}")
         if options and not others:
             self.error(f"{options[0]!r} belongs to no option; options begin with --, such as --max_steps 100.")
 

@@ -15,6 +15,7 @@ from peft import LoraConfig
 
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
+from agile_trainers.config.other_names import meant
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, import_named, nearest
@@ -145,5 +146,5 @@ def mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, An
         names = list(known)
         for key in value:
             if key not in names:
-                raise YAMLFileError(f"{where} knows no {key!r}{nearest(key, names) or '.'}")
+                raise YAMLFileError(f"{where} knows no {key!r}{meant(key, names) or '.'}")
     return value

@@ -12,6 +12,7 @@ from agile_trainers.checkpoints.disclosure import is_withheld, public_options
 from agile_trainers.config.batch_defaults import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 from agile_trainers.config.launch_checks import fill_deepspeed
 from agile_trainers.config.options import default_of, option, with_args
+from agile_trainers.config.other_names import meant
 from agile_trainers.config.rules import (
     CISPO_BOUND,
     EPISODES,
@@ -24,7 +25,6 @@ from agile_trainers.config.rules import (
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
-from agile_trainers.imports import nearest
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
 TRL_COMPLETION_LENGTH = 512
@@ -336,7 +336,7 @@ class MultiTurnConfig(GRPOConfig):
     )
 
     def __new__(cls, *args: Any, **options: Any) -> "MultiTurnConfig":
-        """Reject an option that does not exist, naming the nearest one.
+        """Reject an option that does not exist, naming the one that is meant, or the nearest.
 
         Raises:
             TypeError: For such an option.
@@ -345,7 +345,7 @@ class MultiTurnConfig(GRPOConfig):
         for name in options:
             if name not in known:
                 raise TypeError(
-                    f"{cls.__name__} has no option {name!r}{nearest(name, known) or '.'} `agile-trainers grpo --help_all` "
+                    f"{cls.__name__} has no option {name!r}{meant(name, known) or '.'} `agile-trainers grpo --help_all` "
                     "lists the options."
                 )
         return super().__new__(cls)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from trl import rewards
 
 from agile_trainers.adapters.found import check_model
 from agile_trainers.adapters.loading import CONFIG, OnBase
+from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.imports import nearest
 
 _ROWS = (
@@ -50,6 +53,31 @@ _INSTEAD = {
 def named_model(model: Any) -> Any:
     """Return a model's folder as text if it is given as a path, as ``make_embedded_model`` returns it."""
     return os.fspath(model) if isinstance(model, os.PathLike) else model
+
+
+def check_names(trainer: type[Any], given: Collection[str]) -> None:
+    """Reject arguments by names that a trainer's constructor does not have.
+
+    Args:
+        trainer: The class of the trainer.
+        given: The names.
+
+    Raises:
+        TypeError: For such a name; the error says what is meant.
+    """
+    parameters = inspect.signature(trainer.__init__).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    config = trainer.config_class
+    for name in given:
+        if name not in parameters:
+            here = OTHER_NAMES.get(name, name)
+            if here in {one.name for one in fields(config)}:
+                raise TypeError(
+                    f"{trainer.__name__} has no argument {name!r}; it is an option of its configuration: "
+                    f"args={config.__name__}({here}=...)."
+                )
+            raise TypeError(f"{trainer.__name__} has no argument {name!r}{meant(name, list(parameters)) or '.'}")
 
 
 def check_order(reward_funcs: Any) -> None:

@@ -83,7 +83,7 @@ from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged, remember_attributes
 from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
-from agile_trainers.trainers.arguments import check_order, check_trainer_arguments, named_model
+from agile_trainers.trainers.arguments import check_names, check_order, check_trainer_arguments, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.load_adapter import TrainerInputs, load_adapter
@@ -236,6 +236,10 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------------------------ construction
 
+    def __new__(cls, *_: Any, **given: Any) -> MultiTurnTrainer:
+        check_names(cls, given)
+        return super().__new__(cls)
+
     @closed_on_error
     def __init__(
         self,
@@ -271,6 +275,11 @@ class MultiTurnTrainer(GRPOTrainer):
                 raise ValueError(
                     f"{type(self).__name__} brings a loss of its own, which has no effect without an environment: the "
                     "trainer is TRL's there. Pass `environment=...`."
+                )
+            if environment_factory is not None:
+                logger.warning(
+                    "environment_factory makes this TRL's own trainer: no credit per turn, no records of episodes. "
+                    "environment=trl_environment(...) plays the same factory with both."
                 )
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args

@@ -1,0 +1,135 @@
+"""Names of AgileRL, TRL and transformers that are typed here: each is answered with what is meant."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from agilerl_options import ROWS
+from transformers import TrainingArguments
+from trl import GRPOConfig
+
+from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
+from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig
+from agile_trainers.cli.train import make_parser
+from agile_trainers.config.other_names import _ARGUMENTS, OTHER_NAMES, meant
+from agile_trainers.populations import Population
+
+OPTIONS = {
+    one.name for config in (MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig) for one in fields(config)
+}
+SECTIONS = {
+    "Constructor arguments", "Other objects", "`VLLMConfig`", "The training loop and the manifest", "Names of older versions"
+}  # fmt: skip
+
+
+def names_in(text: str) -> list[str]:
+    """The names at the beginning of each part: of ``epsilon and epsilon_high, distances from 1`` the first two."""
+    return re.split(r" and | or ", re.split(r",|=|\(", text)[0])
+
+
+def test_what_is_named_exists() -> None:
+    population = set(Population.__init__.__annotations__)
+    for text in OTHER_NAMES.values():
+        for name in names_in(text):
+            known = OPTIONS | {
+                *_ARGUMENTS,
+                "model_name_or_path",
+                "environment_args",
+                "load_in_4bit",
+                "load_in_8bit",
+                "train",
+                "r",
+            }
+            assert name in (population if "of Population" in text else known), text
+
+
+def test_no_name_that_exists_is_called_another() -> None:
+    here = OPTIONS | {one.name for config in (GRPOConfig, TrainingArguments) for one in fields(config)}
+    assert not here & OTHER_NAMES.keys()
+
+
+def test_each_name_of_agilerls_page_is_answered_as_the_page_says() -> None:
+    asked = 0
+    for row in ROWS:
+        if row.section not in SECTIONS or row.kind not in ("ours", "TRL", "transformers", "trainer"):
+            continue
+        for theirs, expected in (
+            zip(row.theirs, ([name] for name, _ in row.ours))
+            if len(row.theirs) == len(row.ours)
+            else ((name, [name for name, _ in row.ours]) for name in row.theirs)
+        ):
+            if theirs not in OPTIONS | {
+                *expected,
+                "vllm_importance_sampling_cap",
+                "path",
+                "index",
+                "clone",
+                "verbose",
+                "name",
+                "save_llm_checkpoint",
+            }:
+                assert names_in(OTHER_NAMES[theirs])[0] in expected, theirs
+                asked += 1
+    assert asked > 80
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"update_epochs": 2},
+            r"no option 'update_epochs'; here that is num_iterations\. `agile-trainers grpo --help_all`",
+        ),
+        ({"lora_config": None}, r"no option 'lora_config'; here that is peft_config, an argument of the trainer\."),
+        ({"environment": "x"}, r"no option 'environment'; here that is environment, an argument of the trainer\."),
+        ({"clip_coef": 0.2}, r"; here that is epsilon and epsilon_high, distances from 1\."),
+        ({"max_turn": 2}, r"no option 'max_turn'; did you mean max_turns"),
+    ],
+)
+def test_options(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        MultiTurnGRPOConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"env": "x"}, r"^MultiTurnGRPOTrainer has no argument 'env'; here that is environment\.$"),
+        ({"tokenizer": "x"}, r"no argument 'tokenizer'; here that is processing_class\.$"),
+        (
+            {"max_turns": 3},
+            r"'max_turns'; it is an option of its configuration: args=MultiTurnGRPOConfig\(max_turns=\.\.\.\)\.$",
+        ),
+        ({"lr": 3}, r"'lr'; it is an option of its configuration: args=MultiTurnGRPOConfig\(learning_rate=\.\.\.\)\.$"),
+        ({"enviroment": "x"}, r"'enviroment'; did you mean environment"),
+    ],
+)
+def test_arguments(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        MultiTurnGRPOTrainer("model", **given)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--update_epochs=2", "there is no option --update_epochs; here that is --num_iterations."),
+        ("--lora-config=x", "there is no option --lora-config; here that is --use_peft."),
+        ("--env=x", "there is no option --env; here that is --environment."),
+        (
+            "--clip_coef=.2",
+            "there is no option --clip_coef; here that is --epsilon and epsilon_high, distances from 1.",
+        ),
+        ("--model_nam=x", "there is no option --model_nam; did you mean --model_name_or_path?"),
+    ],
+)
+def test_the_command_line(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser("grpo").refuse([typed])
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_name_of_no_library_gets_the_nearest() -> None:
+    assert meant("max_turn", ["max_turns"]) == "; did you mean max_turns?" and meant("qqq", ["max_turns"]) == ""
