@@ -26,6 +26,7 @@ ALLOWED = (
     "home/.cache/huggingface*",
     "home/.cache/torch_extensions*",  # those that DeepSpeed builds
     "home/.config/agile_trainers/checkpoint.key",  # see docs/checkpoints.md
+    "tmp/tmp*/*_remote_module_non_scriptable*",  # nor does PyTorch 2.7 remove what it writes then
     "tmp/torchinductor_*",  # PyTorch makes this folder when it is imported
 )
 """What a run may leave outside of its ``output_dir``."""

@@ -34,6 +34,8 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"], "d
     ids=["whole_in_fp32", "whole, no checkpointing, vLLM", "lora", "4 bit"],
 )
 def test_planned_bytes_are_counted_bytes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "load_in_4bit" in options:
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'agile-trainers[quantization]'")
     monkeypatch.setattr(plan_bytes, "PROMPT", 60)
     monkeypatch.setattr(plan_bytes, "OBSERVATION", 12)
     rows = compare(Case("small", {**LIMITS, **options}), {"small": SMALL})

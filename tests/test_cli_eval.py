@@ -243,6 +243,7 @@ def test_a_card_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
 def test_rows_metrics_and_several_environments(
     embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'agile-trainers[eval]'")
     sums = f"{__name__}:Sums"
     rows = [
         {"question": "2+2?", "answer": "4", "environment": sums, "secret": None},
@@ -270,6 +271,7 @@ def test_rows_metrics_and_several_environments(
 def test_a_metric_that_fails_does_not_lose_the_episodes(
     embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'agile-trainers[eval]'")
     model = tmp_path / "model"
     shutil.copytree(embedded_model, model)
     arguments = ["eval", model, *GUESS, "--episodes", 2, "--metric", "answer_match", "--output_dir", tmp_path / "out"]

@@ -277,13 +277,14 @@ EARNED = {
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python") if not block.page.startswith(TUTORIAL)}))
 def test_python_blocks_run_in_order(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_without_libraries("".join(exchanged(block.text) for block in of("python") if block.page == page))
+    prelude = exchanged(PRELUDES.get(page, ""))
+    skip_without_libraries(prelude + "".join(exchanged(block.text) for block in of("python") if block.page == page))
     from agile_trainers.envs.isolation import levels as isolation
 
     if (isolation.why_not(isolation.BUBBLEWRAP) and page == ISOLATED_PROGRAM) or isolation.level() == isolation.NONE:
         monkeypatch.setenv(isolation.OPTION, isolation.NONE)
     namespace: dict[str, Any] = {"__name__": "docs", "GSM8K": GSM8K}
-    exec(exchanged(PRELUDES.get(page, "")), namespace)
+    exec(prelude, namespace)
     earned = iter(EARNED.get(page, []))
     for block in of("python"):
         if block.page == page:
