@@ -26,11 +26,13 @@ ALLOWED = (
     "home/.cache/huggingface*",
     "home/.cache/torch_extensions*",  # those that DeepSpeed builds
     "home/.config/agile_trainers/checkpoint.key",  # see docs/checkpoints.md
-    "tmp/tmp*/*_remote_module_non_scriptable*",  # nor does PyTorch 2.7 remove what it writes then
+    "tmp/tmp*/*_remote_module_non_scriptable*",  # nor does PyTorch 2.9 remove what it writes then
     "tmp/torchinductor_*",  # PyTorch makes this folder when it is imported
 )
 """What a run may leave outside of its ``output_dir``."""
-if find_spec("vllm"):  # its cache, and the sockets of its servers, which tests kill
+if find_spec("vllm"):
+    ALLOWED += ("tmp/torchelastic_*",)  # logs of PyTorch's launcher
+    # Its cache, and the sockets of its servers, which tests kill.
     ALLOWED += ("home/.cache/vllm*", "tmp/vllm_dist_*", f"tmp/{'-'.join('?' * n for n in (8, 4, 4, 4, 12))}")
 _UNTIL_EXIT = ("tmp/pymp-*", "tmp/*wandb-media", "tmp/*wandb-artifacts", "tmp/forks*")
 """What this process removes itself, after pytest has ended."""
@@ -121,8 +123,12 @@ def _note(during: str) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    from xdist.workermanage import NodeManager
+
     global _looks
     _looks = False
+    # A worker that is killed after ten seconds, on a busy machine, would not remove what it removes at its exit.
+    NodeManager.EXIT_TIMEOUT = 300
     for spec in specs:
         spec.env.update(_folders(_place / spec.id), **{_STARTED_BY: str(os.getpid())})
 

@@ -10,14 +10,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 # The last line is what CPU asks for, as in `VllmEngine`.
 OPTIONS = """--dtype float32 --logprobs-mode processed_logprobs --enable-lora --max-lora-rank 8 --max-loras 1
---max-num-seqs 32 --enforce-eager --block-size 32 --no-enable-chunked-prefill --max-num-batched-tokens 4096"""
+--max-num-seqs 32 --enforce-eager --block-size 32 --no-enable-chunked-prefill --max-num-batched-tokens 4096
+--num-gpu-blocks-override 1024"""
 
 
 @dataclass
@@ -80,4 +81,8 @@ def serving(
         yield served
     finally:
         if process.poll() is None:
-            served.kill()
+            process.terminate()  # killed, it would leave shared memory
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):
+                served.kill()

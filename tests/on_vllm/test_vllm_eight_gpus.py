@@ -89,29 +89,11 @@ def test_vllm_knows_the_options_of_each_server(words: list[str]) -> None:
     assert found.model_tag == "Qwen/Qwen2.5-7B-Instruct"
 
 
-def test_two_processes_train_on_the_server(served: tuple[Path, Served], tmp_path: Path) -> None:
-    model, server = served
-    assert VllmServer(server.url, timeout=0, max_batch_size=1, vocab_size=1000).client.get_world_size() == 2
-    done = train(LORA, model, server.url, tmp_path / "run", "ddp")
-    assert done.returncode == 0, done.stderr[-4000:]
-    log = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    steps: list[dict[str, Any]] = [entry for entry in log if "vllm/sync_bytes" in entry]
-    assert len(steps) == 2
-    weights = load_file(tmp_path / "run/adapter_model.safetensors")
-    assert {entry["vllm/sync_bytes"] for entry in steps} == {sum(weight.nbytes for weight in weights.values())}
-    for entry in steps:  # the second batch is of the adapter that the first update made
-        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
-    assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
-
-
-def test_the_whole_model_comes_to_the_transfer_that_needs_gpus(served: tuple[Path, Served], tmp_path: Path) -> None:
-    model, server = served
-    done = train(WHOLE, model, server.url, tmp_path / "run", "zero3")
-    assert done.returncode != 0 and "over NCCL, which needs GPUs" in done.stderr + done.stdout
-
-
 def test_a_server_with_data_parallelism_answers_by_the_adapter(tmp_path: Path) -> None:
-    """Both engines get the adapter, if one process answers for them; the trainer refuses it all the same."""
+    """Both engines get the adapter, if one process answers for them; the trainer refuses it all the same.
+
+    It stands before the tests of ``served``, whose server would hold its memory meanwhile.
+    """
     folder = make_embedded_model(tmp_path / "model")
     more = smaller(SERVERS[0], **{"--tensor-parallel-size": "1"})
     more += ["--data-parallel-size", "2", "--api-server-count", "1"]
@@ -132,3 +114,24 @@ def test_a_server_with_data_parallelism_answers_by_the_adapter(tmp_path: Path) -
         with torch.no_grad():
             ours = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
         assert answers() == {tuple(ours)} != base
+
+
+def test_two_processes_train_on_the_server(served: tuple[Path, Served], tmp_path: Path) -> None:
+    model, server = served
+    assert VllmServer(server.url, timeout=0, max_batch_size=1, vocab_size=1000).client.get_world_size() == 2
+    done = train(LORA, model, server.url, tmp_path / "run", "ddp")
+    assert done.returncode == 0, done.stderr[-4000:]
+    log = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    steps: list[dict[str, Any]] = [entry for entry in log if "vllm/sync_bytes" in entry]
+    assert len(steps) == 2
+    weights = load_file(tmp_path / "run/adapter_model.safetensors")
+    assert {entry["vllm/sync_bytes"] for entry in steps} == {sum(weight.nbytes for weight in weights.values())}
+    for entry in steps:  # the second batch is of the adapter that the first update made
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+    assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
+
+
+def test_the_whole_model_comes_to_the_transfer_that_needs_gpus(served: tuple[Path, Served], tmp_path: Path) -> None:
+    model, server = served
+    done = train(WHOLE, model, server.url, tmp_path / "run", "zero3")
+    assert done.returncode != 0 and "over NCCL, which needs GPUs" in done.stderr + done.stdout
