@@ -6,7 +6,7 @@ episodes, from the same weights and value head, in the same order of rows; ``SAM
 gradient. ``DIFFERENT`` lists the deliberate differences. Each has two formulas of the first gradient, theirs and ours,
 which are computed here from single log-probabilities and values, without either library's code; each side must have the
 gradient of its own formula. The results go to ``results/agilerl_gradients.json`` and to the tables of
-``results/agilerl.md``. """
+``results/agilerl.md``."""
 
 from __future__ import annotations
 
