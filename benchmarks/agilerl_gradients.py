@@ -1,12 +1,12 @@
 """Compares converted scripts with AgileRL 2.58 in its own environment (``make test-agilerl``): steps, rates, gradients.
 
-Each pair of scripts of docs/agilerl.md runs on both sides with the embedded model; the optimizer steps of each rollout, and
-rate, weight decay, betas and epsilon of each step, must be equal. Then both sides train on the same episodes, from the same
-weights and value head, in the same order of rows; ``SAME`` lists what must have the same gradient. ``DIFFERENT`` lists the
-deliberate differences. Each has two formulas of the first gradient, theirs and ours, which are computed here from single
-log-probabilities and values, without either library's code; each side must have the gradient of its own formula.
-The results go to ``results/agilerl_gradients.json`` and to the tables of docs/agilerl.md.
-"""
+Each pair of scripts of docs/agilerl_scripts.md runs on both sides with the embedded model; the optimizer steps of each
+rollout, and rate, weight decay, betas and epsilon of each step, must be equal. Then both sides train on the same
+episodes, from the same weights and value head, in the same order of rows; ``SAME`` lists what must have the same
+gradient. ``DIFFERENT`` lists the deliberate differences. Each has two formulas of the first gradient, theirs and ours,
+which are computed here from single log-probabilities and values, without either library's code; each side must have the
+gradient of its own formula. The results go to ``results/agilerl_gradients.json`` and to the tables of
+``results/agilerl.md``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/agilerl_gradients.json"
-PAGE = ROOT / "docs/agilerl.md"
+PAGE = ROOT / "benchmarks/results/agilerl.md"
 AGILERL = ROOT / ".venv-agilerl/bin/python"
 SCRIPT = ROOT / "benchmarks/agilerl_gradients_side.py"
 WORDS = (*"0123456", "Start:", "What", "is", "2+2?", "+", "?", "Done.")

@@ -1,4 +1,4 @@
-"""AgileRL's side of ``agilerl_gradients.py``: a process in ``.venv-agilerl`` that runs scripts of docs/agilerl.md."""
+"""AgileRL's side of ``agilerl_gradients.py``: a process in ``.venv-agilerl`` that runs docs/agilerl_scripts.md."""
 
 # ruff: noqa: E402
 

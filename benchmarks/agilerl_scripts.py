@@ -1,6 +1,6 @@
 """Scripts for AgileRL and their conversions: two environments, each with three algorithms.
 
-docs/agilerl.md shows two of the six pairs. The others have the environment of one of these and an algorithm of
+docs/agilerl_scripts.md shows two of the six pairs. The others have the environment of one of these and an algorithm of
 ``ALGORITHMS``.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "agilerl.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "agilerl_scripts.md").read_text(encoding="utf-8")
 THEIRS, OURS = (re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S) for language in ("py", "python"))
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """The page's."""

@@ -45,7 +45,7 @@ from agile_trainers.types import Trajectory
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "ahead_clock.json"
-PAGE = ROOT.parent / "docs" / "async.md"
+PAGE = ROOT / "results" / "ahead.md"
 PICTURE = ROOT.parent / "docs" / "images" / "ahead.png"
 BATCHES, GROUPS, MEMBERS = 125, 8, 2
 SLOTS, UPDATE = 16, 3.0

@@ -3,7 +3,7 @@
 GRPO trains an adapter on a game of three turns with two digits each, where the second digit chooses what the next turn
 shows. Lag is ``batches_ahead``. The learning rate is one at which lag 0 learns and lag 4 breaks without a correction; it was
 found among those that the last runs have. Each finished run is a line of ``benchmarks/results/ahead_learning.jsonl`` and is
-not repeated. Tables and picture go to ``docs/async.md``.
+not repeated. Tables and picture go to ``results/ahead.md``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "ahead_learning.jsonl"
-PAGE = ROOT.parent / "docs" / "async.md"
-PICTURE = PAGE.parent / "images" / "ahead_learning.png"
+PAGE = ROOT / "results" / "ahead.md"
+PICTURE = ROOT.parent / "docs" / "images" / "ahead_learning.png"
 BEGIN, END = "<!-- begin: written by benchmarks/ahead_learning.py -->", "<!-- end -->"
 BASES = Path("runs/ahead_learning")
 """Folder of the supervised models, one per seed."""
@@ -286,7 +286,7 @@ def picture(runs: list[Run]) -> Figure:
 
 
 def write_page(runs: list[Run]) -> None:
-    """Write the tables between the markers of ``docs/async.md``, and the picture."""
+    """Write the tables between the markers of ``results/ahead.md``, and the picture."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n{tables(runs)}\n\n{END}{rest.partition(END)[2]}")
     picture(runs).savefig(PICTURE, dpi=130)

@@ -35,7 +35,7 @@ from agile_trainers.objectives.segments import spread_to_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "drift_weights.json"
-PAGE = ROOT / "docs" / "async.md"
+PAGE = ROOT / "benchmarks" / "results" / "ahead.md"
 BEGIN, END = "<!-- begin: written by benchmarks/drift_weights.py -->", "<!-- end -->"
 RATE, STEPS, LAGS, TREES = 4.0, 8, (0, 1, 2, 4, 8), 11
 CAP, THRESHOLD, BATCH = 2.0, 0.15, 256

@@ -4,8 +4,8 @@ Each cell is a pair of policies (or one policy) and a number of independent unit
 procedures that the package had first: the sign-flip test with bootstrap intervals, and Wilson's interval with effective
 trials. ``after`` are those of ``agile_trainers.evaluation.statistics``, in a vectorized form that is compared with the
 package on some draws of every cell. The cells are written to ``benchmarks/results/evaluation_statistics.json``, the tables
-to ``docs/evaluation.md``. The exit code is 1 if a bar is missed: at most 6 % false verdicts over all comparisons of a cell,
-and a mean cover of at least .93 for every kind of interval.
+to ``results/evaluation.md``. The exit code is 1 if a bar is missed: at most 6 % false verdicts over all comparisons of a
+cell, and a mean cover of at least .93 for every kind of interval.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agile_trainers.evaluation.failures import failure_refusal
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "evaluation_statistics.json"
-PAGE = ROOT.parent / "docs" / "evaluation.md"
+PAGE = ROOT / "results" / "evaluation.md"
 BEGIN, END = "<!-- begin: written by benchmarks/evaluation_statistics.py -->", "<!-- end -->"
 REPLICATIONS = 10_000
 UNITS = (5, 10, 20, 100)

@@ -5,7 +5,7 @@ Both sides train members with GRPO and LoRA from the same tiny model, on as many
 own with one thread, ours in ``population_side.py``, AgileRL's in ``agilerl_evolution.py``. After each round, the exact
 probability that a member answers right is computed, outside the measured time. A last part mutates AgileRL's learning rates
 and reads those of its optimizers. Results go to ``results/evolution_vs_agilerl.json``, a line per seed, and tables to
-``docs/performance.md``.
+``results/agilerl.md``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from other_side import OtherSide
 from transformers.utils import logging
-from update_vs_agilerl import AGILERL, compact
-from update_vs_trl import PAGE, ROOT, with_tables
+from update_vs_agilerl import AGILERL, PAGE, compact
+from update_vs_trl import ROOT, with_tables
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS

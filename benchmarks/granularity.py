@@ -3,7 +3,7 @@
 GRPO trains with ``turn`` and ``trajectory`` on guess-the-number, with the settings of ``agile-trainers demo`` and one
 supervised stage per seed, and on three probes. REINFORCE and PPO, which have ``token``, train with ``turn`` and ``token`` on
 guess-the-number. Each finished run is a line of ``benchmarks/results/granularity.jsonl`` and is not repeated. The table goes
-to ``docs/grpo.md``.
+to ``results/learning.md``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agile_trainers.trainers import find_algorithm
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "granularity.jsonl"
-PAGE = ROOT.parent / "docs" / "grpo.md"
+PAGE = ROOT / "results" / "learning.md"
 BEGIN, END = "<!-- begin: written by benchmarks/granularity.py -->", "<!-- end -->"
 BASES = Path("runs/granularity")
 """Folder of the supervised models, one per seed."""
@@ -179,7 +179,7 @@ def _compared(pairs: list[tuple[float, float]]) -> list[str]:
 
 
 def write_page(runs: list[Run]) -> None:
-    """Write the table between the markers of ``docs/grpo.md``."""
+    """Write the table between the markers of ``results/learning.md``."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(runs)}\n\n{END}{rest.partition(END)[2]}")
 

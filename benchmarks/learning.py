@@ -7,7 +7,7 @@ side plays through a ``rollout_func`` as a user writes it. A training ends when 
 reaches .9. The learning rate of each side and task is the one that arrived after the fewest episodes with a seed of its
 own, or came nearest.
 
-Each finished training is a line of ``results/learning.jsonl`` and is not repeated. The tables go to ``docs/performance.md``.
+Each finished training is a line of ``results/learning.jsonl`` and is not repeated. The tables go to ``results/learning.md``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from learning_side import GROUP, REPEATS, STARTS
 from matplotlib.figure import Figure
 from transformers import PrinterCallback
 from transformers.utils import logging
-from update_vs_trl import PAGE, ROOT, with_tables
+from update_vs_trl import ROOT, with_tables
 
 from agile_environments.guess_number import demonstrations
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
@@ -41,6 +41,7 @@ from agile_trainers.envs.probes import PROBES
 from agile_trainers.envs.scripted_policies import ScriptedPolicy, demonstrate
 
 RESULTS = ROOT / "benchmarks/results/learning.jsonl"
+PAGE = ROOT / "benchmarks/results/learning.md"
 PICTURE = ROOT / "docs/images/learning.png"
 SIDE = ROOT / "benchmarks/learning_side.py"
 BASES = ROOT / "runs/learning"

@@ -2,7 +2,7 @@
 
 A run is one (algorithm, probe, seed). It trains an untrained model of the probe's words for the probe's budget of episodes,
 then plays greedily from every start state. Each finished run is a line of ``benchmarks/results/probes.jsonl``; a run whose
-line holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
+line holds the same settings is not repeated. The table goes to ``results/probes.md``. The exit code is 1 if a run left its
 probe unsolved and scored below AgileRL on the same budget, or if a run's diagnosis found anything but ``solved``.
 """
 
@@ -38,8 +38,9 @@ from agile_trainers.trainers import MultiTurnTrainer, find_algorithm
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "probes.jsonl"
-PAGE = ROOT.parent / "docs" / "probes.md"
-PICTURE = PAGE.parent / "images" / "probes.png"
+PAGE = ROOT / "results" / "probes.md"
+MEANINGS = ROOT.parent / "docs" / "probes.md"
+PICTURE = MEANINGS.parent / "images" / "probes.png"
 BEGIN, END = "<!-- begin: written by benchmarks/probes.py -->", "<!-- end -->"
 
 SEEDS = (0, 1, 2)
@@ -392,13 +393,12 @@ def _score_at(curve: dict[str, list[Any]], episodes: int) -> float:
     return [score for at, score in zip(curve["episodes"], curve["score"], strict=True) if at <= episodes][-1]
 
 
-def write_page(results: Sequence[Run]) -> None:
-    """Write table and meanings between the markers of ``docs/probes.md``."""
-    page = PAGE.read_text()
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    image = f"![Learning curves: a row per algorithm, a column per probe]({PICTURE.relative_to(PAGE.parent)})"
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{image}\n\n{meanings()}\n\n{END}{tail}")
+def write_pages(results: Sequence[Run]) -> None:
+    """Write table and picture of ``results/probes.md``, and the meanings in ``docs/probes.md``, between their markers."""
+    image = f"![Learning curves: a row per algorithm, a column per probe](../../docs/images/{PICTURE.name})"
+    for page, written in ((PAGE, f"{table(results)}\n\n{image}"), (MEANINGS, meanings())):
+        head, _, rest = page.read_text().partition(BEGIN)
+        page.write_text(f"{head}{BEGIN}\n\n{written}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> int:
@@ -409,7 +409,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
     parser.add_argument("--fresh", action="store_true", help="repeat saved runs too")
-    parser.add_argument("--report", action="store_true", help="run nothing; write the page from the saved runs")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the pages from the saved runs")
     options = parser.parse_args()
     wanted = [
         (a, p, s)
@@ -428,7 +428,7 @@ def main() -> int:
     )
     if everything:
         plot(results)
-        write_page(results)
+        write_pages(results)
         print(f"\nWritten to {PAGE.relative_to(ROOT.parent)}.")
     return 0 if all(_meets_bar(result) for result in results) else 1
 

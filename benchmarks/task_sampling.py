@@ -3,7 +3,7 @@
 ``mixed`` plays guess-the-number with ranges of 4 to 64 numbers in 4 guesses from a model that saw games of all ranges, once
 with each ``task_sampling``. ``demo`` is the RL stage of ``agile-trainers demo`` with several values of
 ``resample_zero_advantage_groups``. Each finished run is a line of ``benchmarks/results/task_sampling.jsonl`` and is not
-repeated. The tables go to ``docs/task_sampling.md``, the picture to ``docs/images/``. The exit code is 1 if a target is
+repeated. The tables go to ``results/learning.md``, the picture to ``docs/images/``. The exit code is 1 if a target is
 missed.
 """
 
@@ -39,7 +39,7 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "task_sampling.jsonl"
-PAGE = ROOT.parent / "docs" / "task_sampling.md"
+PAGE = ROOT / "results" / "learning.md"
 PICTURE = ROOT.parent / "docs" / "images" / "task_sampling.png"
 BEGIN, END = "<!-- begin: written by benchmarks/task_sampling.py -->", "<!-- end -->"
 BASES = Path("runs/task_sampling")

@@ -5,7 +5,7 @@ from the same weights and adapter and train on the five batches of ``update_vs_t
 turns, with one thread each, and a ratio is taken within each pair, of the CPU seconds of each process around its update. The
 first update of each side warms up; in it, bytes of saved tensors are counted, and the gradients are compared: advantages and
 weights of the tokens are the same on both sides. The results are kept in
-``results/update_vs_agilerl.json``, a workload at a time, and the table of ``docs/performance.md`` is written from them.
+``results/update_vs_agilerl.json``, a workload at a time, and the table of ``results/agilerl.md`` is written from them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from rollout_vs_trl import make_lora, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
-from update_vs_trl import GROUP, PAGE, ROOT, WORKLOADS, Episode, OurSide, distinct_tokens, ratios, seconds, with_tables
+from update_vs_trl import GROUP, ROOT, WORKLOADS, Episode, OurSide, distinct_tokens, ratios, seconds, with_tables
 
 RESULTS = ROOT / "benchmarks/results/update_vs_agilerl.json"
+PAGE = ROOT / "benchmarks/results/agilerl.md"
 AGILERL = ROOT / ".venv-agilerl/bin/python"
 SCRIPT = ROOT / "benchmarks/agilerl_side.py"
 CLIP = 0.1

@@ -6,7 +6,7 @@ CPU seconds of the process. The first pair warms up; in it, bytes of saved tenso
 physical limit is the bare model with its adapter: forward and backward over the distinct tokens of the informative
 groups, the head on action tokens, in the fastest of several micro-batchings. On a GPU (``--shape 0.5B``, run by `make
 bench-gpu`) times are seconds of the clock, in bf16. The results are kept in
-``results/update_vs_trl.json``, a workload at a time, and the tables of ``docs/performance.md`` are written from them.
+``results/update_vs_trl.json``, a workload at a time, and the tables of ``results/performance.md`` are written from them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/update_vs_trl.json"
-PAGE = ROOT / "docs/performance.md"
+PAGE = ROOT / "benchmarks/results/performance.md"
 PICTURE = ROOT / "docs/images/update_cost.png"
 EPISODES, GROUP, TURNS = 16, 8, 8
 PROMPT, ACTION, OBSERVATION = 70, 32, 70
@@ -686,7 +686,7 @@ def plot(result: dict[str, Any]) -> None:
 
 
 def sections(results: dict[str, Any]) -> dict[str, str]:
-    """The tables of ``docs/performance.md`` by the name in their markers."""
+    """The tables of ``results/performance.md`` by the name in their markers."""
     workloads = {name: results[name] for name in WORKLOADS if name in results}
     tables = {"update": update_table(workloads), "memory": memory_table(workloads)} if workloads else {}
     if "ppo" in results:

@@ -14,6 +14,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
     **{
+        f"benchmarks/results/{page.name}": f"benchmarks/{page.name}"
+        for page in sorted(ROOT.glob("benchmarks/results/*.md"))
+    },
+    **{
         f"environments/{page.parent.name}/README.md": f"environments/{page.parent.name}.md"
         for page in sorted(ROOT.glob("environments/*/README.md"))
     },

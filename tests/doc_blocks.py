@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("environments/*/README.md"))]
+MEASURED = [ROOT / "benchmarks/README.md", *sorted(ROOT.glob("benchmarks/results/*.md"))]
+"""The pages of figures, which have no code."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ def test_every_saved_run_is_resumed() -> None:
 
 
 def test_page_shows_the_saved_runs() -> None:
-    page = probes.PAGE.read_text()
-    assert f"{probes.BEGIN}\n\n{probes.table(probes.saved_runs())}\n\n" in page
-    assert f"\n\n{probes.meanings()}\n\n{probes.END}" in page
+    assert f"{probes.BEGIN}\n\n{probes.table(probes.saved_runs())}\n\n" in probes.PAGE.read_text()
+    assert f"{probes.BEGIN}\n\n{probes.meanings()}\n\n{probes.END}" in probes.MEANINGS.read_text()
 
 
 def test_save_replaces_the_run_of_the_same_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

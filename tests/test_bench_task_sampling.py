@@ -17,7 +17,7 @@ def test_the_page_shows_the_saved_runs() -> None:
     assert len(runs) == len(bench.RESULTS.read_text(encoding="utf-8").splitlines())
     tables = bench.tables(bench.summarize(runs))
     page = bench.PAGE.read_text(encoding="utf-8")
-    assert f"{bench.BEGIN}\n\n{tables}\n\n{bench.END}" in page and f"(images/{bench.PICTURE.name})" in page
+    assert f"{bench.BEGIN}\n\n{tables}\n\n{bench.END}" in page and f"docs/images/{bench.PICTURE.name})" in page
 
 
 def test_a_run_of_other_settings_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ EARNED = {
     "docs/verifiers.md": [twelve_numbers],
     "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],
-    "docs/agilerl.md": [sums, two_and_two],
+    "docs/agilerl_scripts.md": [sums, two_and_two],
     "environments/calculator/README.md": [calculations],
 }
 """For each block that makes a trainer, returns of some episodes: the best must earn something, and more than the worst."""

@@ -295,7 +295,7 @@ class MultiTurnConfig(GRPOConfig):
         "Weight of a token of `batches_ahead`: the ratio of its `token`, `turn` or `sequence`. `_truncate` cuts it to "
         "`drift_clip_max`, `_mask` sets it to 0 above. `decision_truncate`: weight of each reward of a return, the ratio of "
         "all turns up to it; for advantages of turns. `dppo_mask`: the token's ratio, 0 if `drift_divergence_max` leaves it "
-        "out. None: no weight. [What is exact](async.md#what-is-exact-and-what-is-not).",
+        "out. None: no weight. [What is exact](drift.md#what-is-exact).",
     )
     drift_clip_max: float | None = option(
         2.0, "Largest weight of `drift_correction`. None: no bound, which `dppo_mask` never has."

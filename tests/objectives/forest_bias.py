@@ -1,4 +1,4 @@
-"""How wrong are common ways to train on episodes of several paths: the table of docs/paths.md, by enumeration.
+"""How wrong are common ways to train on episodes of several paths: tables of benchmarks/results/paths.md, enumerated.
 
 ``python tests/objectives/forest_bias.py`` writes it into the page; a test compares.
 """
@@ -32,7 +32,7 @@ from forests import (
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.returns import discounted_returns, gae
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/paths.md"
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks/results/paths.md"
 BEGIN, END = "<!-- begin: written by tests/objectives/forest_bias.py -->", "<!-- end -->"
 SEEDS = range(11)
 
