@@ -1,4 +1,4 @@
-"""What options and arguments of AgileRL, TRL and transformers are called here; answers to names that nobody knows."""
+"""Translates names of AgileRL, TRL and transformers to those of this package, for answers to unknown names."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ _HERE = {
     "whiten_advantages": "adv_whitening normalize_advantages",
     "zero_advantage_eps": "adv_filter_eps",
 }
-"""What it is here, to the names elsewhere."""
+"""Name here to the names elsewhere."""
 OTHER_NAMES = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
 
 _ARGUMENTS = (
     "model", "args", "environment", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "peft_config",
     "quantization_config", "callbacks",
 )  # fmt: skip
-"""What a trainer takes, not its configuration."""
+"""Arguments of a trainer, not of its configuration."""
 _COMMAND = {"model": "--model_name_or_path", "train_dataset": "--dataset_name", "peft_config": "--use_peft"}
 
 

@@ -55,7 +55,7 @@ def named_model(model: Any) -> Any:
     return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
-def check_names(trainer: type[Any], given: Collection[str]) -> None:
+def check_argument_names(trainer: type[Any], given: Collection[str]) -> None:
     """Reject arguments by names that a trainer's constructor does not have.
 
     Args:

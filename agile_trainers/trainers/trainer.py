@@ -83,7 +83,7 @@ from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged, remember_attributes
 from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
-from agile_trainers.trainers.arguments import check_names, check_order, check_trainer_arguments, named_model
+from agile_trainers.trainers.arguments import check_argument_names, check_order, check_trainer_arguments, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.load_adapter import TrainerInputs, load_adapter
@@ -237,7 +237,7 @@ class MultiTurnTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------ construction
 
     def __new__(cls, *_: Any, **given: Any) -> MultiTurnTrainer:
-        check_names(cls, given)
+        check_argument_names(cls, given)
         return super().__new__(cls)
 
     @closed_on_error

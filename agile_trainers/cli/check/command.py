@@ -226,6 +226,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
                 policy="model" if is_agent(factory) and check.scripted_policy == "auto" else policy,
                 time_limit=check.time_limit,
+                reward_functions=bool(script.reward_funcs or script.reward_model_name_or_path),
                 gpu_memory=check.gpu_memory,
                 launch=launch,
                 gpus=check.gpus,

@@ -45,6 +45,8 @@ class Run:
     """``model``, ``random`` or ``expert``."""
     time_limit: float
     """Seconds for one call of the environment."""
+    reward_functions: bool = False
+    """True if reward functions pay beside the environment, which the check does not call."""
     gpu_memory: float | None = None
     """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
     launch: Launch = SINGLE
@@ -101,6 +103,8 @@ class Report:
     console: Console
     problems: list[str] = field(default_factory=list)
     """Reasons why training cannot start or would learn nothing."""
+    warnings: int = 0
+    """Number of warnings so far."""
     about: str = ""
     """Prefix of problems: the environment's name if there are several."""
 
@@ -120,6 +124,7 @@ class Report:
 
     def warning(self, text: str) -> None:
         """Print a warning."""
+        self.warnings += 1
         self.line(f"warning: {text}", style="yellow")
 
     def problem(self, text: str) -> None:
@@ -140,7 +145,8 @@ class Report:
         """Print whether training can start, and return the exit code."""
         self.section("Verdict")
         if not self.problems:
-            self.line("Ready to train.", style="bold green")
+            warned = f", with {self.warnings} warning{'s' if self.warnings > 1 else ''} above" if self.warnings else ""
+            self.line(f"Ready to train{warned}.", style="bold green")
             return 0
         self.line("Not ready to train:", style="bold red")
         for problem in self.problems:

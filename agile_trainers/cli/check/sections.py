@@ -27,13 +27,14 @@ from agile_trainers.cli.check.memory_plan import (
 )
 from agile_trainers.cli.check.plays import check_determinism, model_plays, policy_plays
 from agile_trainers.cli.check.report import Report, Run
+from agile_trainers.cli.check.rewards import check_rewards
 from agile_trainers.cli.check.server import PlannedServer, planned_server
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.checker import check_environment, describe_error
 from agile_trainers.envs.scripted_policies import known_policies
-from agile_trainers.evaluation.diagnosis import findings_before
+from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
 from agile_trainers.monitor.reporting import training_summary
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.forest import Fork
@@ -74,9 +75,9 @@ def check_run(report: Report, run: Run) -> None:
         return
     check_play(report, run, played)
     report_rewrites(report, run, played)
-    check_determinism(report, run, played)
+    sound = check_determinism(report, run, played)
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
-    check_scores(report, run, scores)
+    check_scores(report, run, scores, sound=sound)
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
         report.section("Tokens of an episode")
@@ -296,8 +297,18 @@ def check_scores(
     run: Run,
     scores: dict[str, list[Trajectory]],
     others: Mapping[str, tuple[float, float | None]] | None = None,
+    *,
+    sound: bool = True,
 ) -> None:
-    """Report the policies' scores, and check that returns differ. ``others`` have a mean return and success each."""
+    """Report the policies' scores, and check that returns differ and pay for success.
+
+    Args:
+        report: Takes the scores.
+        run: The run.
+        scores: The episodes of each policy.
+        others: Mean return and success of further policies.
+        sound: False if something is known to be wrong with the environment that explains findings about the policy.
+    """
     report.section("Policies")
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
@@ -324,9 +335,10 @@ def check_scores(
     named = run.named and not is_agent(run.factory)  # whose few episodes may well have the same return
     of_model = run.policy == "model" and named
     found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.policy]], 0), run.args)
-    policy = [finding for finding in found if finding.name in OF_POLICY]
+    causes = check_rewards(report, run, scores) if sound else {finding.name for finding in found}
+    policy = [one for one in found if one.name in OF_POLICY and not causes & {one.name, *BY_NAME[one.name].unless}]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
-    told = f"there is no learning signal. {told} (docs/troubleshooting.md) --episodes plays more."
+    told = f"there is no learning signal.{f' {told} (docs/troubleshooting.md)' if told else ''} --episodes plays more."
     if of_model and len(own) == 1:
         # Scores of other policies do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
