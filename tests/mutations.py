@@ -1804,6 +1804,10 @@ MUTATIONS = [
         "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
     ),
     Mutation(
+        "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
+        "end_silent_calls()\n\n", "pass\n\n", "tests/rollout/test_silent_environments.py",
+    ),
+    Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
         "others[n] == repeated[n] != alone[n]", "others[n] == repeated[n] == alone[n]",
         "tests/test_cli_check.py -k reason_not",
