@@ -1804,6 +1804,24 @@ MUTATIONS = [
         "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
     ),
     Mutation(
+        "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
+        "end_silent_calls()\n\n", "pass\n\n", "tests/rollout/test_silent_environments.py",
+    ),
+    Mutation(
+        "a check accuses the episodes that agree", "cli/check/plays.py",
+        "others[n] == repeated[n] != alone[n]", "others[n] == repeated[n] == alone[n]",
+        "tests/test_cli_check.py -k reason_not",
+    ),
+    Mutation(
+        "a check plays again on new instances alone", "cli/check/plays.py",
+        "[[n] for n in range(len(games))])", "[list(range(len(games)))])", "tests/test_cli_check.py -k reason_not",
+    ),
+    Mutation(
+        "a reward that pays for failure passes a check", "cli/check/rewards.py",
+        "(_correlation(pairs, len(pairs)) or 0.0) >= PAID", "abs(_correlation(pairs, len(pairs)) or 0.0) >= PAID",
+        "tests/test_cli_check.py -k reason_not",
+    ),
+    Mutation(
         "the policies' returns speak for the model", "cli/check/sections.py",
         "if of_model and len(own) == 1:", "if False:",
         "tests/test_cli_check.py -k own_episodes",

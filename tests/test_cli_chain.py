@@ -24,6 +24,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.chain import command as chain
+from agile_trainers.cli.chain.rows import supervised_rows
 from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
@@ -397,3 +398,84 @@ def test_the_example(tmp_path: Path, seed: int) -> None:
     returns = list(summary["returns"].values())
     assert returns == sorted(returns) and returns[-1] - returns[0] > 0.3
     assert max(summary["differences"].values()) <= 1e-6
+
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+CHAT = {"prompt": [{"role": "user", "content": "Add.\n\n1 2"}], "completion": [{"role": "assistant", "content": "3"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        (ALPACA, CHAT),
+        ({"question": "Add.\n\n1 2", "answer": "3", "id": 7}, CHAT),
+        ({"prompt": "Add.\n\n1 2", "response": "3"}, CHAT),
+        (CHAT, CHAT),
+        ({"text": "1 2 3"}, {"text": "1 2 3"}),
+        ({"text": "1 2<|im_end|>"}, {"text": "1 2<|im_end|>"}),
+    ],
+)
+def test_usual_columns_are_read(row: dict, read: dict, pipeline: dict, tmp_path: Path, caplog: Any) -> None:
+    """Alpaca's ended in ``KeyError: 'text'``. Plain text is warned of: the later stages play in the chat template."""
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    pipeline["stages"][0] |= {"dataset": str(tmp_path / "own.jsonl"), "assistant_only_loss": False}
+    parsed, told = parse_pipeline(pipeline), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agile_trainers.cli.chain.rows.logger.warning", told.append)
+        chain._checked(parsed)
+    assert supervised_rows(parsed.stages[0], parsed.model).to_list() == [read]
+    plain = "Stage 'sft' trains on plain text (text), but stage 'grpo' plays in the chat template"
+    assert [one[: len(plain)] for one in told] == [plain] * (row == {"text": "1 2 3"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "said"),
+    [
+        (
+            0,
+            {"story": "x", "label": 1},
+            r"stage 'sft': dataset .* has the columns 'story', 'label'; sft expects `messages`",
+        ),
+        (
+            1,
+            {"prompt": "x", "good": "y", "bad": "z"},
+            r"'prompt', 'good', 'bad'; dpo expects `chosen` and `rejected`",
+        ),
+    ],
+)
+def test_other_columns_are_named_before_anything_is_trained(
+    stage: int, row: dict, said: str, pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    pipeline["stages"][stage] |= {"dataset": str(tmp_path / "own.jsonl"), "dataset_args": {}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+    with pytest.raises(SystemExit) as stop:
+        main(["chain", str(tmp_path / "pipeline.yaml"), "--dry-run"])
+    assert stop.value.code == 2 and re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+def test_a_stage_that_failed_before_its_first_step_can_be_corrected(pipeline: dict) -> None:
+    pipeline["stages"] = pipeline["stages"][:1]
+    wrong = copy.deepcopy(pipeline)
+    wrong["stages"][0]["lora"] = {"r": 8, "target_modules": ["no_such_module"]}
+    with pytest.raises(ValueError, match="no_such_module"):
+        chain.run_pipeline(parse_pipeline(wrong), QUIET)
+    rows = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    assert [row["name"] for row in rows if row["trained"]] == ["sft"]
+    other = copy.deepcopy(pipeline)
+    other["stages"][0]["max_steps"] = 3
+    with pytest.raises(chain.PipelineError, match="was trained with other options"):
+        chain._check_folders(parse_pipeline(other))
+
+
+def test_the_last_table_has_no_empty_column() -> None:
+    row = {
+        "name": "sft",
+        "algorithm": "sft",
+        "folder": "x",
+        "trained": True,
+        "evaluation": {"return": 1.0, "episodes": 3},
+    }
+    assert [str(one.header) for one in chain.results([row]).columns][-2:] == ["success", "folder"]
+    table = chain.results([row, {**row, "trained": False}])
+    assert list(table.columns[4].cells) == ["now", "done before"] and str(table.columns[4].header) == "trained"

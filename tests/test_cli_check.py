@@ -135,7 +135,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     code, report = run(
         "TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert", "--max_turns", "3"
     )
-    assert code == 0 and "Ready to train." in report and "problem" not in report
+    assert code == 0 and "Ready to train, with 1 warning above." in report and "problem" not in report
     assert "TwoTurns follows it" in report
     assert "8 episodes by the expert policy" in report
     assert "mean 2.000, from 2 to 2; success 100%" in report
@@ -151,7 +151,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
         f"an episode at most {whole} (max_model_length=4096)"
     ) in report
     assert re.search(r"ended +terminated 100%", report) and re.search(r"cut short +0%", report)
-    assert "4 episodes, each played twice more" in report
+    assert "4 episodes, each played again with the same answers (alone," in report
     assert re.search(r"expert +\+2.000 +100.0%", report) and re.search(r"random +[-+]\d", report)
     assert "warning: every episode that the expert played has the same return" in report
     assert f"{2 * answer} of {whole} tokens are trained on" in report
@@ -309,7 +309,7 @@ def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     code, report = run("PaysTheRest", *options, "--model", str(embedded_model))
     assert code == 1 and "all 4 episodes of the model returned 0: there is no learning signal" in report
     assert "[too_hard] Choose an easier level" in report
-    assert re.search(r"expert +\+2.000", report) and "Ready to train." not in report
+    assert re.search(r"expert +\+2.000", report) and "Ready to train" not in report
     code, report = run("PaysTheRest", *options, "--scripted_policy", "model")
     assert code == 0 and "warning: every episode that the model played has the same return" in report
 
@@ -362,6 +362,109 @@ def test_the_played_answers_are_tried_again() -> None:
     protocol, _, determinism = report.partition("Determinism")
     assert code == 0 and "different results" not in protocol
     assert "warning: MoodyAboutYes: the same actions after" in determinism
+
+
+class PaysFailures(TwoTurns):
+    def step(self, action: str) -> Any:
+        observation, reward, *rest = TwoTurns.step(self, action)
+        return observation, -reward, *rest
+
+
+class PaysTheFirst(TwoTurns):
+    """Pays the first answer, and calls the last one a success."""
+
+    def step(self, action: str) -> Any:
+        observation, _, *rest = TwoTurns.step(self, action)
+        return observation, float(action == "yes" and self.turn == 1), *rest
+
+
+class AlwaysWins(TwoTurns):
+    def step(self, action: str) -> Any:
+        return *TwoTurns.step(self, action)[:4], {"success": True}
+
+
+class PaysAlike(TwoTurns):
+    def step(self, action: str) -> Any:
+        observation, _, *rest = TwoTurns.step(self, action)
+        return observation, 0.25, *rest
+
+
+class InTheClass(TwoTurns):
+    """Keeps the word of an episode where all instances see it."""
+
+    want = ""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        InTheClass.want = random.Random(seed).choice(("yes", "no"))
+        return super().reset(seed, options)
+
+    def step(self, action: str) -> Any:
+        right = action == InTheClass.want
+        return *TwoTurns.step(self, action)[:1], float(right), self.turn == 2, False, {"success": right}
+
+
+class NeverSetBack(TwoTurns):
+    """Counts in the instance, and does not begin again with an episode."""
+
+    wrong = 0
+
+    def step(self, action: str) -> Any:
+        self.wrong += action == "no"
+        _, _, *rest = TwoTurns.step(self, action)
+        return f"{self.wrong} wrong", float(self.wrong == 0), *rest
+
+
+MISSES, DOUBT = "[reward_misses_success]", "[success_doubtful]"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            "PaysFailures",
+            rf"problem: \{MISSES} Return and success correlate by -0\.[6-9]\d in 128 episodes of 16 starts",
+        ),
+        ("PaysTheFirst", rf"problem: \{MISSES} Return and success correlate by -?0\.[01]\d in 128 episodes"),
+        ("PaysAlike", rf"problem: \{MISSES} The return is the same whether an episode succeeds or not"),
+        ("AlwaysWins", rf"problem: \{DOUBT} All 32 episodes count as a success, but their returns go from -1 to 2\."),
+        (
+            "InTheClass",
+            "problem: instances share state: with the same answers, an episode returns . beside others and . al",
+        ),
+        (
+            "NeverSetBack",
+            "problem: reset leaves state behind: .* returns 0 on an instance that had played before and 1 on",
+        ),
+    ],
+)
+def test_what_the_episodes_show_is_a_reason_not_to_train(broken: str, message: str) -> None:
+    code, report = run(broken)
+    assert code == 1 and re.search(message, report) and report.count("problem: ") == 1 + (broken == "PaysAlike"), report
+    assert not any(f"[{name}]" in report for name in ("solved", "too_hard", "zero_advantage_groups")), report
+
+
+class LengthInTheClass(InTheClass):
+    """The same, with answers that an untrained model gives."""
+
+    def step(self, action: str) -> Any:
+        return super().step(("no", "yes")[len(action) % 2])
+
+
+def test_state_of_a_class_is_found_when_the_model_plays(embedded_model: Path) -> None:
+    """Its episodes are played together: replays of each alone agree with each other, and not with what was played."""
+    code, report = run("LengthInTheClass", "--model", str(embedded_model), "--max_new_tokens", "4")
+    assert code == 1 and "problem: instances share state" in report
+
+
+@pytest.mark.parametrize("sound", ["TwoTurns", "Awaited", "agile:guess_number", "agile:probe/grid"])
+def test_sound_environments_are_not_accused(sound: str) -> None:
+    code, report = run(sound)
+    assert code == 0 and MISSES not in report and DOUBT not in report and "state" not in report, report
+
+
+def test_rewards_that_are_not_known_here_are_not_judged() -> None:
+    code, report = run("PaysFailures", "--reward_funcs", "think_format_reward")
+    assert code == 0 and MISSES not in report
 
 
 def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) -> None:

@@ -189,10 +189,9 @@ def test_processes_that_accelerate_starts_say_a_mistake_once_each(folder: Path) 
 
 
 def test_a_bare_command_speaks_of_the_model_and_not_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["grpo"])
+    assert main(["grpo"]) == 2
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and "--model_name_or_path is missing" in said and "bf16" not in said
+    assert "--model_name_or_path is missing" in said and "bf16" not in said
 
 
 class Crashes:
@@ -300,6 +299,32 @@ def test_every_option_of_training_is_known_before_pytorch_is_imported() -> None:
     """They are read from the source files, of which one that moved would silently be left out."""
     configs = [find_algorithm(name).config_class for name in ALGORITHMS]
     assert {one.name for config in configs for one in fields(config)} <= early._options_of_training().keys()
+
+
+def test_what_every_run_needs_is_missed_before_pytorch_is_imported(folder: Path) -> None:
+    """Of the last two mistakes, the command's own parser tells after the imports."""
+    program = (
+        "import sys; from agile_trainers.cli.main import main; "
+        "print([main(one.split()) for one in sys.argv[1:]], 'torch' in sys.modules)"
+    )
+    mistakes = ["grpo", "reinforce --model_name_or_path model", "ppo --model_name_or_path model --environment agile:countdown",
+                "grpo --config unknown.yaml --model_name_or_path model", "chain stages_missing.yaml",
+                "grpo --model_name_or_path model --environment agile:countdown --num_processes 0",
+                "grpo --model_name_or_path model --environment agile:countdown --environment_args {level"]  # fmt: skip
+    (folder / "stages_missing.yaml").write_text(
+        "model: m\nenvironment: e\noutput_dir: o\nstages:\n- algorithm: grpo\n  update_epochs: 3\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *mistakes], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{[2] * len(mistakes)} False", done.stderr
+    assert "--num_processes must be at least 1, got 0" in done.stderr
+    assert "stage 'grpo' knows no 'update_epochs'; here that is num_iterations." in done.stderr
+
+
+def test_what_an_algorithm_needs_is_what_its_trainer_says() -> None:
+    for name, algorithm in ALGORITHMS.items():
+        trainer = find_algorithm(name)
+        needs = (("environment", trainer.needs_environment), ("use_peft", trainer.config_class.has_critic))
+        assert algorithm.needs == tuple(option for option, needed in needs if needed)
 
 
 def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.CaptureFixture[str]) -> None:

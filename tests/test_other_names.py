@@ -11,11 +11,14 @@ from agilerl_options import ROWS
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
+from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig
+from agile_trainers.cli.early import check_early
+from agile_trainers.cli.run_files import mapping, options_of
 from agile_trainers.cli.train import make_parser
-from agile_trainers.config.other_names import _ARGUMENTS, OTHER_NAMES, meant
+from agile_trainers.config.other_names import _ARGUMENTS, OF_CRITIC, OTHER_NAMES, meant
 from agile_trainers.populations import Population
+from agile_trainers.trainers.arguments import check_argument_names
 
 OPTIONS = {
     one.name for config in (MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig) for one in fields(config)
@@ -41,6 +44,7 @@ def test_what_is_named_exists() -> None:
                 "load_in_4bit",
                 "load_in_8bit",
                 "train",
+                "save_model",
                 "r",
             }
             assert name in (population if "of Population" in text else known), text
@@ -134,3 +138,61 @@ def test_the_command_line(typed: str, said: str, capsys: pytest.CaptureFixture[s
 
 def test_a_name_of_no_library_gets_the_nearest() -> None:
     assert meant("max_turn", ["max_turns"]) == "; did you mean max_turns?" and meant("qqq", ["max_turns"]) == ""
+
+
+TYPED = """
+accelerator actor_lr adv_norm base_model batch_size beta callbacks checkpoint_steps clip_coef clip_ratio_high
+cliprange dataset deepspeed device ds_config early_stopping elite_path ent_coef env env_factory env_fn
+environment_factory eval_loop evaluation_strategy evo_steps gae_lambda generation_kwargs gradient_checkpointing
+group_by_length group_size hf_token kl_coef kl_penalty lam learning_rate logging_dir lora_config lora_r lr lr_actor
+lr_critic max_completion_length max_grad_norm max_model_len max_output_tokens max_prompt_length max_tokens
+micro_batch_size_per_gpu mini_batch_size model_name mutation no_cuda num_epochs num_rollouts num_workers optimizer
+output_path pad_token_id peft_config per_gpu_train_batch_size pop_size processing_class project_name push_to_hub_token
+ref_model reward_fn reward_functions rollout_batch_size rollout_func sampling_params save_llm_checkpoint scale_rewards
+stop_token_ids target_kl test_dataset tokenizer tools top_k_sampling total_timesteps tournament train_dataset
+training_steps update_epochs vf_coef vllm_config wandb_project warmup_ratio wb whiten_rewards
+""".split()  # noqa: SIM905
+"""Names of GRPOConfig, GRPOTrainer, TrainingArguments and AgileRL, now and earlier."""
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_each_name_that_users_type_works_or_is_answered(name: str) -> None:
+    """In a configuration, as an argument, as an option of the command and in a file."""
+    answers = []
+    for place in (
+        lambda: MultiTurnGRPOConfig.__new__(MultiTurnGRPOConfig, **{name: None}),
+        lambda: check_argument_names(MultiTurnGRPOTrainer, [name]),
+        lambda: check_early("grpo", ["--model_name_or_path", "model", f"--{name}", "1"]),
+        lambda: mapping({name: 1}, options_of(MultiTurnGRPOConfig), "stage 1"),
+    ):
+        try:
+            place()
+        except (TypeError, ValueError) as error:
+            answers.append(str(error))
+    assert all("; here that is " in one or "is an option of" in one for one in answers), answers
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--env", "no option --env; here that is --environment."),
+        ("--lr", "no option --lr; here that is --learning_rate."),
+        ("--environment_factory", "here that is --environment trl:module.path:Class."),
+        ("--tokenizer", "here that is the tokenizer of --model_name_or_path."),
+        ("--tournament", "here that is strategy, in the file of agile-trainers evolve."),
+        ("--callbacks", "here that is an argument of the trainer, in Python."),
+    ],
+)
+def test_the_command_line_answers_before_pytorch_is_imported(typed: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_early("grpo", ["--model_name_or_path", "model", typed, "1"])
+
+
+def test_options_of_a_critic_are_those_of_ppo() -> None:
+    ppo, grpo = ({one.name for one in fields(config)} for config in (MultiTurnPPOConfig, MultiTurnGRPOConfig))
+    assert ppo - grpo == set(OF_CRITIC)
+
+
+def test_a_factory_of_trl_alone_is_answered_where_an_environment_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"environment=trl_environment\(\.\.\.\) with the same factory"):
+        MultiTurnPPOTrainer("model", args=MultiTurnPPOConfig(use_cpu=True, bf16=False), environment_factory=dict)

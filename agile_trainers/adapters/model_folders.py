@@ -6,6 +6,7 @@ Another person may have made it: what its files name elsewhere on this machine w
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,10 @@ def hub_file(repository: str, name: str, revision: str | None) -> str | None:
         return None
 
 
+_NO_GPU = re.compile("CUDA|NVIDIA|XPU|HIP")
+"""Words of PyTorch's errors where a device is asked for that is not there."""
+
+
 @contextmanager
 def naming_folder(
     source: str | None, within: Collection[str] = (), kind: type[ValueError] = ValueError
@@ -126,6 +131,11 @@ def naming_folder(
         if within and not _functions(error).intersection(within):
             raise
         reason = " ".join(str(error).split())
+        if _NO_GPU.search(reason) and not torch.cuda.is_available():
+            raise kind(
+                f"{source} cannot be loaded to a GPU, since PyTorch finds none here: {reason[:200]} Leave device_map unset "
+                "(the trainers place the model themselves), or install a PyTorch for this machine's GPU."
+            ) from error
         raise kind(
             f"{source} cannot be loaded: {type(error).__name__}: {reason[:1000]}. A file of it is damaged, incomplete or of "
             "another version of its library; copy or download it again."

@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from agile_trainers.rollout.environment_pool import end_silent_calls
+
 logger = logging.get_logger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,6 +64,7 @@ class GracefulStop(TrainerCallback):
                 signal.signal(one, _DEFAULT[one] if handler == signal.SIG_IGN else handler)
             self._requested = signal.Signals(number)
             logger.warning(_SAID[self._requested])
+            end_silent_calls()
 
         for number in _SIGNALS:
             signal.signal(number, request)
@@ -84,7 +87,10 @@ class GracefulStop(TrainerCallback):
         number, time_is_over = self._accelerator.gather(own).amax(dim=0).tolist()
         if number or time_is_over:
             control.should_save = control.should_training_stop = True
-            self._stopped = f"stopped at step {state.global_step}; resume_from_checkpoint=True goes on from there"
+            self._stopped = (
+                f"stopped at step {state.global_step}; --resume_from_checkpoint auto, or "
+                "train(resume_from_checkpoint=True), goes on from there"
+            )
         if number:
             self._requested = signal.Signals(int(number))
         elif time_is_over and state.global_step < state.max_steps:

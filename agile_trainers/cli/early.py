@@ -10,10 +10,13 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from agile_trainers.cli.chain.keys import check_needed_keys, check_stage_keys
 from agile_trainers.cli.commands import OWN_MODULES
-from agile_trainers.cli.preflight import check_output, json_object
-from agile_trainers.cli.yaml_files import read_yaml
+from agile_trainers.cli.preflight import check_output, environment_arguments, missing
+from agile_trainers.cli.yaml_files import naming_place, read_yaml
+from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import find_model_folder, nearest
@@ -21,7 +24,15 @@ from agile_trainers.trainers.registry import ALGORITHMS
 
 _OPTIONS = {
     "transformers": ("training_args",),
-    "trl": ("trainer/base_config", "trainer/grpo_config", "trainer/model_config", "scripts/utils", "scripts/grpo"),
+    "trl": (
+        "trainer/base_config",
+        "trainer/grpo_config",
+        "trainer/sft_config",
+        "trainer/dpo_config",
+        "trainer/model_config",
+        "scripts/utils",
+        "scripts/grpo",
+    ),
     "accelerate": ("commands/launch",),
     "agile_trainers": ("config/multi_turn", "cli/train", "cli/check/command", "cli/parser"),
 }
@@ -29,6 +40,10 @@ _OPTIONS = {
 _ROOT = Path(__file__).parents[1]
 _MORE = ("--accelerate_config", "--debug", "--model")
 _NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
+_COUNTS = ("num_processes", "num_machines")
+"""Options of ``accelerate launch`` that are 1 or more."""
+_OF_PODS = "env"
+"""An option of ``accelerate launch`` for pods of TPUs, which nobody means who trains on an environment."""
 _MODELS = ("--model_name_or_path", "--model", "--against")
 
 
@@ -46,9 +61,15 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
     if {"-h", "--help", "--help_all", "--help-all"} & set(arguments):
         return
     given = _values(arguments)
-    options = {**_file_options(command, given), **given}
+    content = _read_file(command, given)
+    options = {**_file_options(content), **given}
     if command in ALGORITHMS or (command == "check" and _is_ours(arguments)):
-        _check_options(given)
+        _check_options({**{f"--{name}": [value] for name, value in content.items()}, **given})
+    if command in ALGORITHMS:
+        names = {option[2:].replace("-", "_") for option in given} | content.keys()
+        for needed in ("model_name_or_path", *ALGORITHMS[command].needs):
+            if not any(needed.startswith(name) for name in names if name):  # argparse takes the beginning of a name
+                raise ValueError(missing(needed, command))
     if command in OWN_MODULES and command not in ("check", "eval"):  # whose parsers have other options too
         file = OWN_MODULES[command].replace(".", "/")
         known = [f"--{name}" for name, _ in _options_in("agile_trainers", f"cli/{file}")]
@@ -57,8 +78,11 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
                 raise ValueError(f"there is no option {option}{nearest(option, known, count=1) or '.'}")
     if command in ("chain", "evolve"):
         files = [argument for argument in arguments if argument.endswith((".yaml", ".yml"))]
-        if files:
-            read_yaml(files[0])
+        content = read_yaml(files[0]) if files else {}
+        if command == "chain" and files:
+            with naming_place(files[0]):
+                check_needed_keys(content)
+                check_stage_keys(content, _options_of_training())
         return
     if command == "check":  # its report lists what cannot be found, with everything else
         return
@@ -67,7 +91,7 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
             find_model_folder(name, option if option != "--model_name_or_path" else "model_name_or_path")
     if command == "eval" and arguments and not arguments[0].startswith("-"):
         find_model_folder(arguments[0], "MODEL")
-    _check_environments(options)
+    _check_environments(command, options)
     for folder in given.get("--output_dir", [])[:1]:
         check_output(folder)
 
@@ -85,23 +109,29 @@ def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _file_options(command: str, given: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Read the ``--config`` file, and return its environment, if that is one id."""
+def _read_file(command: str, given: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Read the ``--config`` file; empty without one."""
     if "--config" not in given or command in ("chain", "evolve") or len(given["--config"]) != 1:
         return {}
-    content = read_yaml(given["--config"][0])
-    environment = content.get("environment")
+    return read_yaml(given["--config"][0])
+
+
+def _file_options(file: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the environment that a file names, if that is one id."""
+    environment = file.get("environment")
     # With arguments in the file, the command's own parser makes the environment.
-    return (
-        {"--environment": [environment]} if isinstance(environment, str) and "environment_args" not in content else {}
-    )
+    return {"--environment": [environment]} if isinstance(environment, str) and "environment_args" not in file else {}
 
 
-def _check_environments(options: Mapping[str, list[str]]) -> None:
+def _check_environments(command: str, options: Mapping[str, list[str]]) -> None:
     """Make the environments of ids that need no library, as the command does later."""
     try:
-        arguments = json_object((options.get("--environment_args") or ["{}"])[0])
-    except Exception:  # the command's own parser says it
+        arguments = environment_arguments((options.get("--environment_args") or ["{}"])[0])
+    except ValueError:
+        if command in ALGORITHMS:
+            raise
+        return  # the command's own parser says it, as it does of other values
+    if not isinstance(arguments, dict):
         return
     ids = options.get("--environment", [])
     for name in ids if len(ids) == 1 or not arguments else []:
@@ -113,7 +143,7 @@ def _is_ours(arguments: Sequence[str]) -> bool:
     return not arguments or arguments[0].startswith("-") or arguments[0] in ALGORITHMS
 
 
-def _check_options(given: Mapping[str, list[str]]) -> None:
+def _check_options(given: Mapping[str, list[Any]]) -> None:
     """Check names of options, and the values of those that are numbers."""
     known = _options_of_training()
     # An older or newer version may keep its options elsewhere; then the command's own parser decides.
@@ -124,12 +154,18 @@ def _check_options(given: Mapping[str, list[str]]) -> None:
         name = name.removeprefix("no_") if name not in known else name
         if f"--{name}" in ("--config", *_MORE):
             continue
-        if not any(one.startswith(name) for one in known):  # argparse takes the beginning of a name
-            near = nearest(option, [f"--{one}" for one in known], count=1)
+        # argparse takes the beginning of a name, if it is of one only.
+        begun = [one for one in known if one.startswith(name)]
+        elsewhere = name == _OF_PODS or (name in OTHER_NAMES and name not in known and len(begun) > 1)
+        if not begun or elsewhere:
+            near = meant(option, [f"--{one}" for one in known], count=1)
             raise ValueError(f"there is no option {option}{near or '.'}")
         kind = _NUMBERS.get(known.get(name, ""))
-        for value in values[:1] if kind else []:
-            _check_number(option, value, *kind)  # type: ignore[misc]
+        for value in values[:1]:
+            if kind and isinstance(value, str):
+                _check_number(option, value, *kind)
+            if name in _COUNTS and str(value).lstrip("-").isdigit() and int(value) < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}.")
 
 
 def _check_number(option: str, value: str, kind: type, expected: str) -> None:

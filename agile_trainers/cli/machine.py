@@ -151,9 +151,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON, for a bug report or a script")
     as_json, console = parser.parse_args(argv).json, console or Console()
     machine = inspect_machine()
-    about = {"python": platform.python_version(), "platform": platform.platform(), "accelerate_configs": str(FOLDER)}
+    about = {"python": platform.python_version(), "platform": platform.platform()}
     if as_json:
-        found = {**about, **asdict(machine), "features": [asdict(feature) for feature in features(machine)]}
+        found = {
+            **about,
+            "accelerate_configs": str(FOLDER),
+            **asdict(machine),
+            "features": [asdict(feature) for feature in features(machine)],
+        }
         console.print(json.dumps(found, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
     versions = Table("package", "version", box=None, pad_edge=False)
@@ -164,4 +169,6 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     for feature in features(machine):
         works.add_row(feature.name, "yes" if feature.works else "no", feature.note)
     console.print(versions, works, markup=False, highlight=False)
+    # A column of a narrow terminal would cut the path.
+    console.print(f"\naccelerate_configs is {FOLDER}", markup=False, highlight=False, soft_wrap=True)
     return 0

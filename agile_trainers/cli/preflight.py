@@ -10,6 +10,39 @@ from typing import Any
 from agile_trainers.cli.errors import cut, message
 from agile_trainers.records.plain import from_json
 
+_MISSING = {
+    "model_name_or_path": "the Hub id or folder of the model to train.",
+    "environment": "{0} trains on an environment's episodes, not on a data set alone.",
+    "use_peft": "{0} trains policy and critic as two LoRA adapters on one base. Add --use_peft, and --lora_target_modules "
+    "all-linear to adapt every linear layer.",
+}
+"""Option that is needed to the reason."""
+
+
+def missing(option: str, algorithm: str) -> str:
+    """Return the error of an option that a command needs and was not given.
+
+    Args:
+        option: ``model_name_or_path``, ``environment`` or ``use_peft``.
+        algorithm: The command.
+    """
+    return f"--{option} is missing: {_MISSING[option].format(algorithm)}"
+
+
+def environment_arguments(text: str) -> Any:
+    """Read ``environment_args``, given as text.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    try:
+        return from_json(text, written=True)
+    except ValueError as error:
+        raise ValueError(
+            f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got {len(text)} characters that are '
+            f"none: {error}."
+        ) from error
+
 
 def check_output(folder: str | Path) -> None:
     """Check that files can be written to a folder, which is created if it does not exist.

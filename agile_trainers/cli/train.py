@@ -22,7 +22,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from agile_trainers.adapters.found import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
-from agile_trainers.cli.preflight import check_output
+from agile_trainers.cli.preflight import check_output, environment_arguments, missing
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
@@ -67,13 +67,7 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
                     f'\'{{"guess": "agile:guess_number"}}\', got {cut(repr(self.environment))}: {error}.'
                 ) from error
         if isinstance(self.environment_args, str):
-            try:
-                self.environment_args = from_json(self.environment_args, written=True)
-            except ValueError as error:
-                raise ValueError(
-                    f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got '
-                    f"{len(self.environment_args)} characters that are none: {error}."
-                ) from error
+            self.environment_args = environment_arguments(self.environment_args)
         if self.environment_args is not None and not isinstance(self.environment_args, dict):
             raise ValueError(
                 f"environment_args must be a mapping of names to values, got a {type(self.environment_args).__name__}."
@@ -276,21 +270,16 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
 def check_named(parser: Parser, model: ModelConfig) -> None:
     """Check that the options name a model."""
     if model.model_name_or_path is None:
-        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
+        parser.error(missing("model_name_or_path", ""))
 
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
     """Check that the options contain everything that an algorithm needs, before anything is loaded."""
     trainer = find_algorithm(algorithm)
     if script.environment is None and trainer.needs_environment:
-        parser.error(
-            f"--environment is missing: {algorithm} trains on an environment's episodes, not on a data set alone."
-        )
+        parser.error(missing("environment", algorithm))
     if trainer.config_class.has_critic and not model.use_peft:
-        parser.error(
-            f"--use_peft is missing: {algorithm} trains policy and critic as two LoRA adapters on one base. Add "
-            "--use_peft, and --lora_target_modules all-linear to adapt every linear layer."
-        )
+        parser.error(missing("use_peft", algorithm))
 
 
 def check_found(given: Any) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.utils import logging
 
 from agile_trainers.adapters.sharding import is_zero3
+
+logger = logging.get_logger(__name__)
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
 """Environment variables that ``accelerate launch`` sets, with the ``distributed_type`` that each stands for."""
@@ -33,6 +37,20 @@ def episode_split(config: Any) -> str:
 def uses_deepspeed(args: Any) -> bool:
     """Return True if ``args.deepspeed`` or the launch configuration names DeepSpeed."""
     return bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def fall_back_to_cpu(args: Any) -> None:
+    """Train on the CPU, in float32 unless the launch configuration says otherwise, where there is no GPU and nothing is set.
+
+    Args:
+        args: A configuration; ``use_cpu`` and ``bf16`` are set.
+    """
+    if args.use_cpu or args.bf16 is not None or args.fp16 or torch.accelerator.is_available():
+        return
+    args.use_cpu, args.bf16 = True, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    logger.warning(
+        "There is no GPU: training runs on the CPU, in float32 unless the launch configuration says otherwise."
+    )
 
 
 def fill_deepspeed(args: Any) -> None:

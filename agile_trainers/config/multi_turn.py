@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 from agile_trainers.checkpoints.disclosure import is_withheld, public_options
 from agile_trainers.config.batch_defaults import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
-from agile_trainers.config.launch_checks import fill_deepspeed
+from agile_trainers.config.launch_checks import fall_back_to_cpu, fill_deepspeed
 from agile_trainers.config.options import default_of, option, with_args
 from agile_trainers.config.other_names import meant
 from agile_trainers.config.rules import (
@@ -19,6 +19,7 @@ from agile_trainers.config.rules import (
     SIZES,
     VALUES,
     Rule,
+    check_best,
     check_environment_names,
     check_limits,
     check_numbers,
@@ -362,6 +363,8 @@ class MultiTurnConfig(GRPOConfig):
             self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
         if self.groupless:
             self.num_generations = self._episodes_per_generation()
+        fall_back_to_cpu(self)
+        check_best(self)
         # `TrainingArguments` fills both in, with the loss.
         self.best_metric_is_unset = self.metric_for_best_model is None
         self.lower_is_better_was_asked = self.greater_is_better is False
@@ -421,7 +424,7 @@ class MultiTurnConfig(GRPOConfig):
         if idle:
             raise ValueError(
                 f"{', '.join(sorted(idle))}: these options act on multi-turn episodes and would have no effect here. "
-                "Pass `environment=...` to the trainer, or leave them unset."
+                "Name an environment (`environment=...`, --environment on the command line), or leave them unset."
             )
         args = copy.copy(self)
         if args.learning_rate is None:

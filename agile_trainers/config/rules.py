@@ -106,6 +106,20 @@ def check_numbers(args: Any) -> None:
             )
 
 
+def check_best(args: Any) -> None:
+    """Reject a choice of the best checkpoint without evaluations.
+
+    Raises:
+        ValueError: If ``load_best_model_at_end`` or ``save_strategy="best"`` is set, and nothing is evaluated.
+    """
+    named = "load_best_model_at_end=True" if args.load_best_model_at_end else "save_strategy='best'"
+    if (args.load_best_model_at_end or args.save_strategy == "best") and args.eval_strategy == "no":
+        raise ValueError(
+            f"{named} chooses the checkpoint by an evaluation, and eval_strategy='no' makes none. Set eval_strategy='steps' "
+            f"with eval_steps, and save_steps to a multiple of it, or leave {named.partition('=')[0]} unset."
+        )
+
+
 def _written(name: str, value: Any, whole: bool) -> str:
     """Return how the number is written that a text or a fraction stands for."""
     try:

@@ -13,9 +13,11 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from transformers.utils import logging
 
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of, bound_play
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
@@ -24,10 +26,15 @@ from agile_trainers.rollout.busy import BusyMeter
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
 
+logger = logging.get_logger(__name__)
+
 _CANCEL_SECONDS = 5.0
 """Seconds that coroutines have to end when the event loop is stopped."""
 _BLOCKED_SECONDS = 5.0
 """Seconds without an answer after which an event loop counts as blocked by a coroutine."""
+
+SILENT_SECONDS = 60.0
+"""Seconds after which a call that has not answered is named, if no timeout is set."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
@@ -36,6 +43,10 @@ _Inbox = queue.SimpleQueue[tuple[_Attempt, _Report] | None]
 
 class EnvironmentTimeoutError(Exception):
     """Raised when an environment does not answer in time."""
+
+
+class _EndedError(BaseException):
+    """Raised in an inline call that is ended; the environment's ``except Exception`` does not catch it."""
 
 
 class InlineTimeoutError(ValueError):
@@ -63,6 +74,7 @@ class _Call:
     """None if its construction failed."""
     function: Callable[[], Any] = lambda: None
     in_thread: bool = False
+    since: float = field(default_factory=time.monotonic)
     deadline: float = float("inf")
     cancel: Callable[[], object] = lambda: None
 
@@ -147,6 +159,11 @@ class EnvironmentPool:
         self._loop: _Loop | None = None
         self._blocked_loops: list[_Loop] = []
         self._threads = _Threads()
+        self._named_silent = False
+        self._inline: _Call | None = None
+        """The call that runs in the caller's thread."""
+        self._watch: Callable[[], object] | None = None
+        _pools.add(self)
 
     def another(self) -> EnvironmentPool:
         """Make a pool of the same environments and limits, whose episodes are independent of those of this one."""
@@ -265,11 +282,12 @@ class EnvironmentPool:
                 call, outcome = self._answers.get(timeout=self._patience(block and not taken))
             except queue.Empty:
                 taken += self._expire()
+                self._name_silent()
                 if not block or taken:
                     break
                 continue
             if call is None:
-                taken.append(outcome)
+                taken += self._expire() if outcome.method == _WAKE else [outcome]
             elif self._running.get(call.episode) is call:
                 self._end(call)
                 taken.append(outcome)
@@ -298,6 +316,37 @@ class EnvironmentPool:
         for episode in {*self._playing, *self._running}:
             self.release(episode, reusable=False)
 
+    def end_silent(self) -> None:
+        """End the episodes of calls that have not answered for ``SILENT_SECONDS``, from a signal handler of the caller.
+
+        Raises:
+            BaseException: If such a call runs inline; the pool catches it.
+        """
+        now = time.monotonic()
+        for call in [*self._running.values()]:
+            if call.method != "play" and now - call.since >= SILENT_SECONDS:
+                call.deadline = now
+                self._answers.put((None, Outcome(call.episode, _WAKE)))
+        if self._inline is not None and now - self._inline.since >= SILENT_SECONDS:
+            raise _EndedError(_unanswered(self._inline))
+
+    def _name_silent(self) -> None:
+        """Warn of a call without a timeout that does not answer, once. From any thread."""
+        if self._named_silent or self.timeout is not None:
+            return
+        now = time.monotonic()
+        for call in [self._inline, *self._running.values()]:
+            if call is not None and call.method != "play" and now - call.since >= SILENT_SECONDS:
+                self._named_silent = True
+                title = self.titles[self._names.get(call.episode)]
+                workers = "" if self.workers or self.processes else " and environment_workers (one thread is enough)"
+                logger.warning(
+                    f"{title}: {call.method}() of episode {call.episode} (from 0, of those that play) has not answered for "
+                    f"{now - call.since:.0f} s, and is waited for without a limit. Set environment_timeout{workers} to "
+                    "end such episodes. In training, an interrupt (Ctrl-C) ends this one. This is said once."
+                )
+                return
+
     def close(self) -> None:
         """Close idle instances, waiting up to ``timeout`` seconds for each, and stop the event loop and idle threads."""
         closed: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -321,6 +370,9 @@ class EnvironmentPool:
         self._loop = None
         self._blocked_loops.clear()
         self._threads.stop()
+        if self._watch is not None:
+            self._watch()
+            self._watch = None
 
     def _start_queued(self) -> None:
         while self._queued and len(self._playing) < self.max_environments:
@@ -373,7 +425,15 @@ class EnvironmentPool:
             self._answers.put((call, Outcome(call.episode, call.method, value, error)))
 
         self.busy.begin(call)
-        call.cancel = self._launch(call.function, report)
+        call.since = time.monotonic()
+        inline = not call.in_thread and not inspect.iscoroutinefunction(call.function)
+        if inline and self._watch is None:
+            self._watch = _watch_inline(self)
+        self._inline = call if inline else None
+        try:
+            call.cancel = self._launch(call.function, report)
+        finally:
+            self._inline = None
 
     def _end(self, call: _Call) -> None:
         del self._running[call.episode]
@@ -392,6 +452,8 @@ class EnvironmentPool:
             self._threads.run(partial(_attempt, function), report)
         else:
             value, error = _attempt(function)
+            if isinstance(error, _EndedError):
+                error = EnvironmentTimeoutError(str(error))
             if error is not None:
                 pass_on_interrupt(error)
             report(value, error)
@@ -409,7 +471,10 @@ class EnvironmentPool:
         """Return the seconds to wait for the next outcome: until the nearest deadline, or None."""
         if not block:
             return 0.0
-        deadline = min((call.deadline for call in self._running.values()), default=float("inf"))
+        calls = self._running.values()
+        deadline = min((call.deadline for call in calls), default=float("inf"))
+        if not self._named_silent and self.timeout is None:
+            deadline = min([deadline, *(call.since + SILENT_SECONDS for call in calls if call.method != "play")])
         return None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
 
     def _expire(self) -> list[Outcome]:
@@ -425,10 +490,46 @@ class EnvironmentPool:
             Outcome(
                 call.episode,
                 call.method,
-                error=EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s"),
+                error=EnvironmentTimeoutError(
+                    _unanswered(call)
+                    if self.timeout is None
+                    else f"{call.method} took longer than environment_timeout={self.timeout} s"
+                ),
             )
             for call in expired
         ]
+
+
+_WAKE = "wake up"
+"""Method of an outcome that lets :meth:`EnvironmentPool.outcomes` look at the deadlines."""
+_pools: weakref.WeakSet[EnvironmentPool] = weakref.WeakSet()
+
+
+def end_silent_calls() -> None:
+    """End the episodes of all pools whose environment has not answered for ``SILENT_SECONDS``; see
+    :meth:`EnvironmentPool.end_silent`.
+    """
+    for pool in [*_pools]:
+        pool.end_silent()
+
+
+def _unanswered(call: _Call) -> str:
+    return f"{call.method} had not answered for {time.monotonic() - call.since:.0f} s when the run was interrupted"
+
+
+def _watch_inline(pool: EnvironmentPool) -> Callable[[], object]:
+    """Let a thread name a call that holds up the caller's. Return a function that ends the thread."""
+    ended, refers = threading.Event(), weakref.ref(pool)
+
+    def watch() -> None:
+        while not ended.wait(SILENT_SECONDS / 4):
+            if (watched := refers()) is None or watched._named_silent:
+                return
+            watched._name_silent()
+            del watched
+
+    threading.Thread(target=watch, daemon=True, name="silent-environments").start()
+    return ended.set
 
 
 class _Threads:

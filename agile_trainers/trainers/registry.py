@@ -22,6 +22,8 @@ class Algorithm:
     """Its trainer, as ``module.path:Class``. The configuration is the class's ``config_class``."""
     summary: str
     """One line of ``agile-trainers --help``."""
+    needs: tuple[str, ...] = ()
+    """Options that its command needs, besides the model."""
 
 
 _HERE = "agile_trainers.trainers.algorithms"
@@ -32,8 +34,11 @@ ALGORITHMS = {
     "reinforce": Algorithm(
         f"{_HERE}:MultiTurnREINFORCETrainer",
         "the same without groups, returns normalized over the batch (ReBN)",
+        ("environment",),
     ),
-    "ppo": Algorithm(f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic"),
+    "ppo": Algorithm(
+        f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic", ("environment", "use_peft")
+    ),
 }
 """The algorithms of this package by name."""
 _registered: dict[str, type[MultiTurnTrainer]] = {}

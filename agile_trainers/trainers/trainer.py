@@ -270,11 +270,14 @@ class MultiTurnTrainer(GRPOTrainer):
         setup: RunSetup | None = None
         if environment is None:
             if self.needs_environment:
-                raise ValueError(f"{type(self).__name__} needs an environment. Pass `environment=...`.")
+                theirs = "trl_environment(...) with the same factory" if environment_factory is not None else "..."
+                raise ValueError(
+                    f"{type(self).__name__} needs an environment: `environment={theirs}`, --environment on the command line."
+                )
             if self.loss is not None:
                 raise ValueError(
                     f"{type(self).__name__} brings a loss of its own, which has no effect without an environment: the "
-                    "trainer is TRL's there. Pass `environment=...`."
+                    "trainer is TRL's there. Name one: `environment=...`, --environment on the command line."
                 )
             if environment_factory is not None:
                 logger.warning(

@@ -117,8 +117,8 @@ def test_a_run_whose_time_is_over_saves_and_ends_and_a_resume_has_as_much_again(
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))[:2] == ["checkpoint-2", "checkpoint-4"]
     assert_same(weights(trainer), weights(whole))
     assert warned == [
-        f"max_wall_seconds=15 is over: stopped at step {step}; resume_from_checkpoint=True goes on from there, with as much "
-        "time again."
+        f"max_wall_seconds=15 is over: stopped at step {step}; --resume_from_checkpoint auto, or "
+        "train(resume_from_checkpoint=True), goes on from there, with as much time again."
         for step in (2, 4)
     ]
 

@@ -44,7 +44,9 @@ from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_compl
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.checkpoints.secrets import masked
-from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, Stage, read_pipeline
+from agile_trainers.cli.chain.keys import EVOLVE
+from agile_trainers.cli.chain.rows import check_rows, supervised_rows
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.progress import PROGRESS, show_table
@@ -100,7 +102,7 @@ def run_pipeline(
     Raises:
         PipelineError: If a stage's folder was made by another pipeline.
     """
-    states = _check_folders(pipeline)
+    states = _checked(pipeline)
     begin = shown_source(_flat({name: pipeline.source[name] for name in ("model", "environment", "environment_args")}))
     evaluation = evaluate_stage(pipeline, pipeline.model, pipeline.output_dir / "start", begin)
     start = {"name": "start", "algorithm": "", "folder": pipeline.model, "trained": False}
@@ -180,6 +182,13 @@ def shown_made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     return shown_source(made_of(pipeline, stage), getattr(stage.config, "public_values", ()))
 
 
+def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
+    """Check folders and rows of all stages and return each stage's state, None if it has not begun."""
+    states = _check_folders(pipeline)
+    check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
+    return states
+
+
 def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
     """Check the folders of all stages and return each stage's state, None if it has not begun."""
     states: list[dict[str, Any] | None] = []
@@ -196,6 +205,9 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
         then, now = state["made_of"], made_of(pipeline, stage)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
         warn_of_unknown(folder / STATE, unknown)
+        if changed and not state["finished"] and _trained_nothing(stage, folder):
+            states.append(None)  # it failed before its first checkpoint, and begins again with what was corrected
+            continue
         if changed:
             lines = [f"  {clause}" for clause in changed.values()]
             raise PipelineError(
@@ -210,6 +222,11 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
             )
         states.append(state)
     return states
+
+
+def _trained_nothing(stage: Stage, folder: Path) -> bool:
+    """Return whether a stage has no checkpoint to go on from."""
+    return stage.population is None and not any((one / MARKER).is_file() for one in checkpoints(folder))
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -339,7 +356,7 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     trainer = (_SFT if stage.algorithm == "sft" else _DPO)(
         model=policy,
         args=args,
-        train_dataset=stage_rows(str(stage.dataset), stage.dataset_args),
+        train_dataset=supervised_rows(stage, pipeline.model),
         processing_class=tokenizer,
         peft_config=lora,
         callbacks=[_Whole(stage, model)],
@@ -503,12 +520,14 @@ def _scores(metrics: dict[str, float]) -> dict[str, float]:
 def results(rows: list[dict[str, Any]]) -> Table:
     """Make the table of returns after each stage, with those of each environment if there are several."""
     episodes = rows[-1]["evaluation"].get("episodes", 0)
-    table = Table("stage", "algorithm", "return", "success", "", "folder", title=f"{episodes:.0f} episodes each")
-    for row in rows:
-        note = "" if row["trained"] or row["name"] == "start" else "done before"
-        table.add_row(row["name"], row["algorithm"], *_gained(row["evaluation"]), note, row["folder"])
+    notes = ["" if row["trained"] or row["name"] == "start" else "done before" for row in rows]
+    trained = ["trained"] if any(notes) else []
+    table = Table("stage", "algorithm", "return", "success", *trained, "folder", title=f"{episodes:.0f} episodes each")
+    for row, note in zip(rows, notes):
+        shown = [note or ("now" if row["trained"] else "")] if trained else []
+        table.add_row(row["name"], row["algorithm"], *_gained(row["evaluation"]), *shown, row["folder"])
         for name, scores in row["evaluation"].get("environments", {}).items():
-            table.add_row(f"  {name}", "", *_gained(scores), "", "")
+            table.add_row(f"  {name}", "", *_gained(scores), *[""] * len(trained), "")
     return table
 
 
@@ -535,7 +554,7 @@ def main(argv: Sequence[str]) -> None:
         # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)
         if options.dry_run:
-            for stage, state in zip(pipeline.stages, _check_folders(pipeline)):
+            for stage, state in zip(pipeline.stages, _checked(pipeline)):
                 progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
                 console.print(f"{stage.name}: {_shown(stage)}, {progress}, in {pipeline.output_dir / stage.name}")
             return

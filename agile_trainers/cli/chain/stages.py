@@ -14,6 +14,7 @@ from typing import Any
 from peft import LoraConfig
 from trl import DPOConfig, SFTConfig
 
+from agile_trainers.cli.chain.keys import EVOLVE, STAGE_KEYS, check_has_dataset, check_needed_keys
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
@@ -59,9 +60,6 @@ EVALUATION = dataclasses.make_dataclass(
 RESERVED = ("start", "chain.json", "chain.json.partial")
 """Names in the chain's folder that stages cannot have."""
 _NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
-_STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
-EVOLVE = "evolve"
-"""Key of a stage that is a population."""
 POPULATION = "population"
 """Folder of a population below its stage's."""
 
@@ -122,12 +120,8 @@ def parse_pipeline(content: Any) -> Pipeline:
     """
     known = ("output_dir", "model", "environment", "environment_args", "lora", "options", "evaluation", "stages")
     content = mapping(content, known, "the file")
-    for name in ("output_dir", "model", "environment", "stages"):
-        if not content.get(name):
-            raise YAMLFileError(f"`{name}` is missing.")
+    check_needed_keys(content)
     environment = read_environment(content)
-    if not isinstance(content["stages"], list):
-        raise YAMLFileError(f"`stages` must be a list, got {content['stages']!r}.")
     output = Path(str(content["output_dir"]))
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
     algorithms = {*SUPERVISED, *ALGORITHMS, *(stage["algorithm"] for stage in raw)}
@@ -193,15 +187,15 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         return Stage(name, algorithm, options, plan.config, plan.dataset, plan.dataset_args, plan.lora, population=plan)
     config = config_of(algorithm)
     known = options_of(config)
-    mapping(raw, {*_STAGE_KEYS, *known}, where)
+    mapping(raw, {*STAGE_KEYS, *known}, where)
     options = {key: value for key, value in shared.items() if key in known}
-    options |= {key: value for key, value in raw.items() if key not in _STAGE_KEYS}
+    options |= {key: value for key, value in raw.items() if key not in STAGE_KEYS}
     if raw.get("merge_lora_configs") and "merge_lora_configs" in known:
         options["merge_lora_configs"] = True
     dataset = raw.get("dataset")
     arguments = mapping(raw.get("dataset_args"), None, f"{where}, `dataset_args`")
-    if dataset is None and algorithm in SUPERVISED:
-        raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
+    if algorithm in SUPERVISED:
+        check_has_dataset(raw, where)
     if dataset is not None:
         check_dataset(str(dataset), where)
     made = make_config(config, options, output / name, where)

@@ -20,7 +20,8 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
 from agile_trainers.adapters.found import check_model
-from agile_trainers.cli.check.sections import Report, Run, check_run, model_config
+from agile_trainers.cli.check.report import Report, Run
+from agile_trainers.cli.check.sections import check_run, model_config
 from agile_trainers.cli.errors import Progress, message
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned
 from agile_trainers.cli.parser import Parser
@@ -225,6 +226,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
                 policy="model" if is_agent(factory) and check.scripted_policy == "auto" else policy,
                 time_limit=check.time_limit,
+                reward_functions=bool(script.reward_funcs or script.reward_model_name_or_path),
                 gpu_memory=check.gpu_memory,
                 launch=launch,
                 gpus=check.gpus,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
-import torch
-from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
@@ -30,27 +25,22 @@ from agile_trainers.cli.check.memory_plan import (
     serving,
     trace,
 )
+from agile_trainers.cli.check.plays import check_determinism, model_plays, policy_plays
+from agile_trainers.cli.check.report import Report, Run
+from agile_trainers.cli.check.rewards import check_rewards
 from agile_trainers.cli.check.server import PlannedServer, planned_server
 from agile_trainers.cli.check.tracing import Step
-from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
-from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment, describe_error
-from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
-from agile_trainers.evaluation import evaluate_policy
-from agile_trainers.evaluation.diagnosis import Finding, findings_before
+from agile_trainers.envs.scripted_policies import known_policies
+from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
 from agile_trainers.monitor.reporting import training_summary
-from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
-from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
-from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
-from agile_trainers.rollout.spec import Chat, EpisodeSpec
-from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.rollout.spec import Chat
 from agile_trainers.types import StopReason, Trajectory
 
 OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
@@ -61,132 +51,6 @@ SERVER_SHARE = 0.9
 """Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
 POLICY_EPISODES = 16
 """Number of an agent's episodes that its policies play, which need no model."""
-REPLAYED = 4
-"""Number of episodes that are replayed with the same answers."""
-
-
-@dataclass
-class Run:
-    """The training run that is checked."""
-
-    environment: str
-    factory: EnvironmentFactory
-    algorithm: str
-    args: MultiTurnConfig
-    model: ModelConfig
-    config: PretrainedConfig
-    named: bool
-    """True if the user named the model; otherwise it is the untrained embedded model."""
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: list[int]
-    rows: list[dict[str, Any]] | None
-    """Data set rows, passed to ``reset``; None without a data set."""
-    episodes: int
-    policy: str
-    """``model``, ``random`` or ``expert``."""
-    time_limit: float
-    """Seconds for one call of the environment."""
-    gpu_memory: float | None = None
-    """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
-    launch: Launch = SINGLE
-    gpus: int | None = None
-    """GPUs of the machine that the run is planned for; None for this machine's, or as many as the run needs."""
-
-    @property
-    def gpu_count(self) -> int | None:
-        """Return the number of GPUs of the machine that the run is planned for; None for a CPU."""
-        if self.gpu is None or self.gpus is not None:
-            return self.gpus
-        if self.gpu_memory is None:
-            return torch.cuda.device_count()
-        return self.launch.processes + self.args.vllm_tensor_parallel_size
-
-    @property
-    def gpu(self) -> int | None:
-        """Return the bytes of the GPU that the run is planned for; None if there is none."""
-        if self.gpu_memory is not None:
-            return int(self.gpu_memory * 2**30)
-        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-
-    def specs(self) -> list[EpisodeSpec]:
-        """Return the episodes to play, the same in every check."""
-        return evaluation_specs(self.args.seed, self.episodes, self.rows, 0, 1)
-
-    @property
-    def options(self) -> EpisodeOptions:
-        """Return the training's options of episodes, with threads, so that a hanging call can be abandoned."""
-        args, agent = self.args, is_agent(self.factory)
-        return replace(
-            EpisodeOptions.of_args(args),
-            environment_processes=0,
-            environment_workers=0 if agent else max(1, args.environment_workers),
-            environment_timeout=args.environment_timeout or self.time_limit * (args.max_turns if agent else 1),
-        )
-
-    def engine(self, factory: EnvironmentFactory) -> RolloutEngine:
-        """The trainer's rollout engine."""
-        return build_engine(
-            self.options,
-            self.options.make_pool(factory),
-            self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            model_config=self.config,
-            append_final_observation=self.args.has_critic,
-        )
-
-
-@dataclass
-class Report:
-    """The report, printed line by line."""
-
-    console: Console
-    problems: list[str] = field(default_factory=list)
-    """Reasons why training cannot start or would learn nothing."""
-    about: str = ""
-    """Prefix of problems: the environment's name if there are several."""
-
-    def section(self, title: str) -> None:
-        """Start a section."""
-        self.show(Text(f"\n{title}", style="bold"))
-
-    def line(self, text: str, label: str = "", style: str = "") -> None:
-        """Print one finding, wrapped with an indent in a terminal, in one line in a file."""
-        if not self.console.is_terminal:
-            self.show(Text(f"  {label:<12}{text}" if label else f"  {text}", style=style))
-            return
-        row = Table.grid("", "")
-        row.columns[0].width = 14 if label else 2
-        row.add_row(f"  {label}", Text(text, style=style))
-        self.show(row)
-
-    def warning(self, text: str) -> None:
-        """Print a warning."""
-        self.line(f"warning: {text}", style="yellow")
-
-    def problem(self, text: str) -> None:
-        """Print and record a reason why training cannot start or would learn nothing."""
-        self.problems.append(f"{self.about}{text}")
-        self.line(f"problem: {text}", style="bold red")
-
-    def diagnosis(self, findings: Iterable[Finding], serious: Collection[str] = ()) -> None:
-        """Print findings with the names and the advice of a run's own diagnosis; those named in ``serious`` as problems."""
-        for finding in findings:
-            (self.problem if finding.name in serious else self.warning)(str(finding))
-
-    def show(self, what: RenderableType) -> None:
-        """Print any object of rich."""
-        self.console.print(what, soft_wrap=isinstance(what, Text))
-
-    def verdict(self) -> int:
-        """Print whether training can start, and return the exit code."""
-        self.section("Verdict")
-        if not self.problems:
-            self.line("Ready to train.", style="bold green")
-            return 0
-        self.line("Not ready to train:", style="bold red")
-        for problem in self.problems:
-            self.line(f"- {problem}")
-        return 1
 
 
 def check_run(report: Report, run: Run) -> None:
@@ -211,9 +75,9 @@ def check_run(report: Report, run: Run) -> None:
         return
     check_play(report, run, played)
     report_rewrites(report, run, played)
-    check_determinism(report, run, played)
+    sound = check_determinism(report, run, played)
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
-    check_scores(report, run, scores)
+    check_scores(report, run, scores, sound=sound)
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
         report.section("Tokens of an episode")
@@ -310,37 +174,6 @@ def check_conversation(report: Report, run: Run) -> bool:
     ends = ", ".join(repr(run.tokenizer.decode([token])) for token in engine.chat.eos_token_ids) or "nothing"
     report.line(f"An answer is ended by {ends}.")
     return True
-
-
-def policy_plays(run: Run, name: str) -> list[Trajectory]:
-    """Play the episodes with one of the environment's policies."""
-
-    def choose(environment: Environment) -> ScriptedPolicy:
-        return known_policies(environment)[name]
-
-    return play_scripted(run.engine, run.factory, choose, run.specs(), run.tokenizer)
-
-
-def model_plays(run: Run) -> list[Trajectory]:
-    """Play the episodes with the model, sampling as in training."""
-    return evaluate_policy(
-        str(run.model.model_name_or_path),
-        run.tokenizer,
-        run.factory,
-        run.episodes,
-        rows=run.rows,
-        seed=run.args.seed,
-        held_out=False,
-        options=run.options,
-        sampling=sampling_settings(run.args),
-        generation_chunk_size=run.args.generation_chunk_size,
-        append_final_observation=run.args.has_critic,
-        model_init_kwargs={
-            "revision": run.model.model_revision,
-            "dtype": run.model.dtype,
-            "trust_remote_code": run.args.trust_remote_code,
-        },
-    ).trajectories
 
 
 def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
@@ -459,29 +292,23 @@ def _rewards(rewards: Sequence[float]) -> str:
     return f"from {min(rewards):g} to {max(rewards):g}: {shown}{more}; {rewarded:.0%} of {len(rewards)} turns are not 0"
 
 
-def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
-    """Replay the first episodes with the same answers on new instances, and compare."""
-    report.section("Determinism")
-    again = [(spec, episode) for spec, episode in zip(run.specs(), played) if episode.turns][:REPLAYED]
-    messages: dict[str, None] = {}
-    for spec, episode in again:
-        texts = [turn.text for turn in episode.turns]
-        check = partial(check_environment, run.factory, max_turns=len(texts), actions=texts, timeout=run.time_limit)
-        found = check(seed=spec.seed, options=spec.options)
-        messages |= dict.fromkeys(f"{found.environment}: {finding.message}" for finding in found.findings)
-    for message in messages:
-        report.warning(message)
-    if not messages:
-        report.line(f"{len(again)} episodes, each played twice more with the same answers, gave the same results.")
-
-
 def check_scores(
     report: Report,
     run: Run,
     scores: dict[str, list[Trajectory]],
     others: Mapping[str, tuple[float, float | None]] | None = None,
+    *,
+    sound: bool = True,
 ) -> None:
-    """Report the policies' scores, and check that returns differ. ``others`` have a mean return and success each."""
+    """Report the policies' scores, and check that returns differ and pay for success.
+
+    Args:
+        report: Takes the scores.
+        run: The run.
+        scores: The episodes of each policy.
+        others: Mean return and success of further policies.
+        sound: False if something is known to be wrong with the environment that explains findings about the policy.
+    """
     report.section("Policies")
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
@@ -508,9 +335,10 @@ def check_scores(
     named = run.named and not is_agent(run.factory)  # whose few episodes may well have the same return
     of_model = run.policy == "model" and named
     found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.policy]], 0), run.args)
-    policy = [finding for finding in found if finding.name in OF_POLICY]
+    causes = check_rewards(report, run, scores) if sound else {finding.name for finding in found}
+    policy = [one for one in found if one.name in OF_POLICY and not causes & {one.name, *BY_NAME[one.name].unless}]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
-    told = f"there is no learning signal. {told} (docs/troubleshooting.md) --episodes plays more."
+    told = f"there is no learning signal.{f' {told} (docs/troubleshooting.md)' if told else ''} --episodes plays more."
     if of_model and len(own) == 1:
         # Scores of other policies do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")

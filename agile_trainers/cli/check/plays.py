@@ -1,0 +1,202 @@
+"""Plays the episodes of ``agile-trainers check``: by a policy, by the model, and again with the same answers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from agile_trainers.cli.check.report import Report, Run
+from agile_trainers.cli.errors import cut
+from agile_trainers.envs.base import Environment
+from agile_trainers.envs.checker import check_environment
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
+from agile_trainers.evaluation import evaluate_policy
+from agile_trainers.evaluation.results import evaluation_episodes
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.scripted_policies import play_scripted
+from agile_trainers.rollout.spec import EpisodeSpec
+from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.types import Trajectory
+
+REPLAYED = 4
+"""Number of episodes that are replayed with the same answers."""
+
+
+def policy_plays(run: Run, name: str, attempts: int = 1) -> list[Trajectory]:
+    """Play the episodes with one of the environment's policies, each as often as ``attempts`` says."""
+
+    def choose(environment: Environment) -> ScriptedPolicy:
+        return known_policies(environment)[name]
+
+    specs = evaluation_episodes(run.args.seed, run.episodes, run.rows, attempts=attempts)
+    return play_scripted(run.engine, run.factory, choose, specs, run.tokenizer)
+
+
+def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:
+    """Play the episodes with the model, sampling as in training, each as often as ``attempts`` says."""
+    return evaluate_policy(
+        str(run.model.model_name_or_path),
+        run.tokenizer,
+        run.factory,
+        run.episodes,
+        rows=run.rows,
+        seed=run.args.seed,
+        attempts=attempts,
+        held_out=False,
+        options=run.options,
+        sampling=sampling_settings(run.args),
+        generation_chunk_size=run.args.generation_chunk_size,
+        append_final_observation=run.args.has_critic,
+        model_init_kwargs={
+            "revision": run.model.model_revision,
+            "dtype": run.model.dtype,
+            "trust_remote_code": run.args.trust_remote_code,
+        },
+    ).trajectories
+
+
+def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) -> bool:
+    """Play the first episodes again with the same answers, and compare.
+
+    They are played alone on new instances, all together, and one after the other on instances that have played before.
+
+    Returns:
+        False if an episode depends on those that are played beside or before it.
+    """
+    report.section("Determinism")
+    again = [(spec, one) for spec, one in zip(run.specs(), played) if one.turns and not one.stop_reason.failed]
+    games = [Game(spec, episode) for spec, episode in again[:REPLAYED]]
+    messages: Counter[str] = Counter()
+    for game in games:
+        texts = [turn.text for turn in game.episode.turns]
+        check = partial(check_environment, run.factory, max_turns=len(texts), actions=texts, timeout=run.time_limit)
+        found = check(seed=game.spec.seed, options=game.spec.options)
+        messages.update(f"{found.environment}: {finding.message}" for finding in found.findings)
+    _tell(report, messages)
+    if messages or not games:
+        return True
+    problem, warning = _dependence(run, games)
+    if problem:
+        report.problem(problem)
+    elif warning:
+        report.warning(warning)
+    else:
+        report.line(
+            f"{len(games)} episodes, each played again with the same answers (alone, beside the others, and on an instance "
+            "that had played before), gave the same results."
+        )
+    return not problem
+
+
+def _tell(report: Report, messages: Counter[str]) -> None:
+    """Report the warnings of several episodes; of those that differ in the seed alone, the first."""
+    kinds: dict[str, list[str]] = {}
+    for message in messages:
+        kinds.setdefault(re.sub(r"'[^']*'|\d+", "", message), []).append(message)
+    for several in kinds.values():
+        more = f" ({len(several) - 1} more such episodes)" if len(several) > 1 else ""
+        report.warning(f"{several[0]}{more}")
+
+
+@dataclass(frozen=True)
+class Game:
+    """An episode that is played again with the same answers."""
+
+    spec: EpisodeSpec
+    episode: Trajectory
+
+
+def _dependence(run: Run, games: Sequence[Game]) -> tuple[str, str]:
+    """Return a problem if an episode depends on others, and a warning if it differs for another reason; "" without.
+
+    An episode depends on others if the same answers give twice one result alone, and twice the same other one beside them.
+    """
+    own = [_result(game.episode) for game in games]
+    beside, after = _together(run, games), _in_turn(run, games)
+    if own == beside == after:
+        return "", ""
+    alone, twice = ([_in_turn(run, [game])[0] for game in games] for _ in range(2))
+    sure = [n for n in range(len(games)) if alone[n] == twice[n]]
+    for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)):
+        repeated = again(run, games)
+        for n in sure:
+            if others[n] == repeated[n] != alone[n]:
+                return (
+                    f"{why[0]}: with the same answers, an episode {_differs(others[n], alone[n], why[1])}. {why[2]}",
+                    "",
+                )
+    return "", (
+        "the same answers gave different results when an episode was played again: runs will not be reproducible; derive "
+        "all randomness of step from the seed of the last reset, and keep the state of an episode in its instance."
+    )
+
+
+_SHARED = (
+    "instances share state",
+    ("beside others", "alone"),
+    "A run plays many episodes at the same time: keep what belongs to an episode in self, set by reset, and not in the "
+    "class, the module or a default argument.",
+)
+_LEFT = (
+    "reset leaves state behind",
+    ("on an instance that had played before", "on a new one"),
+    "A run plays many episodes on an instance: let reset set everything that belongs to an episode.",
+)
+_Result = tuple[Any, ...]
+"""The answers of an environment in an episode: prompt, rewards and observations, reason of the end, success, return."""
+
+
+def _result(episode: Trajectory) -> _Result:
+    said = [(turn.reward, turn.observation) for turn in episode.turns]
+    return episode.prompt, said, episode.stop_reason, episode.end_reward, episode.success, episode.episode_return
+
+
+def _differs(other: _Result, alone: _Result, where: tuple[str, str]) -> str:
+    """Say in what two results of an episode differ."""
+    names = {4: "success", 5: "returns"}
+    for index, name in sorted(names.items(), reverse=True):
+        if other[index] != alone[index]:
+            verb = f"{name} {{:.4g}}" if index == 5 else f"has {name}={{}}"
+            return f"{verb.format(other[index])} {where[0]} and {verb.format(alone[index]).split(' ', 1)[1]} {where[1]}"
+    for turn, (theirs, ours) in enumerate(zip(other[1], alone[1]), start=1):
+        if theirs != ours:
+            return (
+                f"is told {cut(repr(theirs[1]), 80)} in turn {turn} {where[0]} and {cut(repr(ours[1]), 80)} {where[1]}"
+            )
+    return f"begins with {cut(repr(other[0]), 80)} {where[0]} and {cut(repr(alone[0]), 80)} {where[1]}"
+
+
+def _together(run: Run, games: Sequence[Game]) -> list[_Result]:
+    """Play the games at the same time, each on a new instance."""
+    return _replayed(run, games, [list(range(len(games)))])
+
+
+def _in_turn(run: Run, games: Sequence[Game]) -> list[_Result]:
+    """Play the games one after the other, from the second one on on an instance that has played before."""
+    return _replayed(run, games, [[n] for n in range(len(games))])
+
+
+def _replayed(run: Run, games: Sequence[Game], rounds: Sequence[Sequence[int]]) -> list[_Result]:
+    engine, results = run.engine(run.factory), list[_Result]()
+    try:
+        for chosen in rounds:
+            asked: Counter[int] = Counter()
+
+            def answer(
+                request: GenerationRequest, chosen: Sequence[int] = chosen, asked: Any = asked
+            ) -> GenerationOutput:
+                episode = games[chosen[request.episode]].episode
+                k = min(asked[request.episode], len(episode.turns) - 1)
+                asked[request.episode] += 1
+                ids = episode.action_of(k)
+                return GenerationOutput(request.episode, ids, [0.0] * len(ids), episode.turns[k].finish_reason)
+
+            results += map(_result, engine.run([games[n].spec for n in chosen], ScriptedGenerator(answer)))
+    finally:
+        engine.pool.close()
+    return results
