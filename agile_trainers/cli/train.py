@@ -23,12 +23,12 @@ from agile_trainers.adapters.found import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_output
-from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
+from agile_trainers.monitor.progress import PROGRESS, show_table
 from agile_trainers.records.plain import from_json
 from agile_trainers.trainers.registry import find_algorithm
 

@@ -47,13 +47,13 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
-from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
+from agile_trainers.monitor.progress import PROGRESS, show_table
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings

@@ -32,11 +32,11 @@ from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.cli.demo.report import DemoScore, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
-from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.monitor.progress import show_table
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.scripted_policies import play_scripted

@@ -14,8 +14,8 @@ from rich.console import Console
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
 from agile_trainers.cli.evolve.table import MemberProgress, value_text
-from agile_trainers.cli.progress import PROGRESS
 from agile_trainers.cli.train import Started
+from agile_trainers.monitor.progress import PROGRESS
 from agile_trainers.populations import Lineage, Population, PopulationError, Processes, split_processes
 from agile_trainers.populations.lineage import FILE, with_error
 

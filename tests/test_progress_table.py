@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
-from agile_trainers.cli.progress import show_table
+from agile_trainers.monitor.progress import show_table
 
 LOGS: list[dict[str, Any]] = [
     {"success": 0.25, "return/mean": -0.5, "reward": -0.5, "loss": 2e-6, "grad_norm": 1234.5, "turns/mean": 2.0},
