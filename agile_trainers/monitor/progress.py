@@ -1,145 +1,264 @@
-"""Shows the progress of any ``transformers.Trainer`` as a table or a bar instead of its log lines."""
+"""Shows the progress of any ``transformers.Trainer`` as a compact table: in a terminal, a file of lines or a notebook."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.utils import is_in_notebook
 
-from agile_trainers.checkpoints.model_card import measure
+from agile_trainers.monitor.health_checks import logger as health
+from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
 
-PROGRESS = ("table", "dicts")
-"""Values of ``--progress``: our table, or the output of transformers."""
-_COLUMNS = {
-    "success": ("success",),
-    "return": ("return/mean", "return"),
-    "reward": ("reward",),
-    "trainer busy": ("busy/trainer",),
-    "sampler busy": ("busy/sampler",),
-    "envs busy": ("busy/environments",),
-    "turns": ("turns/mean",),
-    "entropy": ("entropy",),
-    "zero adv.": ("zero_advantage_groups",),
-    "KL": ("kl",),
-    "accuracy": ("mean_token_accuracy", "rewards/accuracies"),
-    "margin": ("rewards/margins",),
-    "loss": ("loss",),
-    "grad norm": ("grad_norm",),
-}
-"""Title of each column of the table to its names in the logs, the most important first."""
+PROGRESS = ("table", "wide", "dicts")
+"""Values of ``--progress``: our table, the same with all columns, or the output of transformers."""
 BAR = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 """Columns of a bar of steps or episodes."""
 _HEADER_EVERY = 30
 """Number of rows after which the header is repeated."""
 
 
-@contextmanager
-def show_table(trainer: Trainer, console: Console, title: str = "training", rows: int | None = None) -> Iterator[None]:
-    """Show a table while the trainer trains: one row per log, and a bar below if the console is a terminal.
+class View(Protocol):
+    """Shows the rows of a run."""
 
-    Only the main process prints. ``disable_tqdm`` leaves out the bar, and a ``log_level`` above warnings
-    the table too.
+    def begin(self, state: Any) -> None:
+        """Show that a run begins, with the ``TrainerState`` of a trainer."""
+
+    def step(self, state: Any) -> None:
+        """Show that an optimizer step begins or is done."""
+
+    def pause(self) -> None:
+        """Make room for what others print, until the next step begins."""
+
+    def add(self, row: Row, state: Any) -> None:
+        """Show a row."""
+
+    def end(self) -> None:
+        """Leave what was shown as it is to stay. Called again, it does nothing."""
+
+
+class ProgressTable(ProgressCallback):
+    """Shows one row per log: success, return, turns, length, entropy and change of the policy.
+
+    A trainer with an environment has one in place of transformers' bar, unless ``disable_tqdm=True``. In a terminal there is
+    a bar below the rows. In a notebook the table is updated in place, with the learning curve below it. Anywhere else rows
+    are plain lines. Only the main process prints; with a ``log_level`` above warnings none does.
+    ``trainer.remove_callback(ProgressCallback)`` removes it as it removes that of transformers.
+
+    Args:
+        wide: Show TRL's columns too: KL, loss, norm of the gradient, and so on.
+        rows: Number of rows, of logs at equal distances. Default: one for each log.
+        title: Text beside the bar.
+        console: Where to print, as text. Default: standard output, or the cell of a notebook.
+    """
+
+    def __init__(
+        self, *, wide: bool = False, rows: int | None = None, title: str = "training", console: Console | None = None
+    ) -> None:
+        super().__init__()
+        self._wide, self._most, self._title, self._console = wide, rows, title, console
+        self._view: View | None = None
+        self._started, self._last = time.monotonic(), 0
+        self._measured: dict[str, float] = {}
+        self._held = _Held()
+
+    def close(self) -> None:
+        """End the output of a run that is over or was interrupted."""
+        self._held.release()
+        if self._view is not None:
+            self._view.end()
+        self._view = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.close()
+        self._started, self._last, self._measured = time.monotonic(), state.global_step, {}
+        self._view = self._open(args, state)
+        if self._view is not None:
+            self._view.begin(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._held.release()
+        if self._view is not None:
+            self._view.step(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._view is not None:
+            self._view.step(state)
+            if control.should_log:
+                self._held.hold()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        values, name = row_values(logs or {}, wide=self._wide)
+        view, outside = self._view, self._view is None
+        if outside and name:
+            view = self._open(args, state)
+        if view is not None and values and self._is_due(state, values, outside):
+            seconds = (logs or {})[f"{name}_runtime"] if outside else time.monotonic() - self._started
+            view.add(Row(state.global_step, state.max_steps, seconds, values, name), state)
+        if view is not None and outside:
+            view.end()
+        elif view is not None and getattr(args, "log_completions", False):
+            view.pause()  # TRL prints its table next, with a console of its own
+        self._held.release()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.close()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing; an evaluation is a row."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing; the log of the evaluation was shown."""
+
+    def on_predict(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing."""
+
+    def _open(self, args: Any, state: Any) -> View | None:
+        if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
+            return None
+        if self._console is None and is_in_notebook() and importlib.util.find_spec("IPython"):
+            from agile_trainers.monitor.notebook import LiveTable
+
+            return LiveTable(self._title)
+        return _Lines(self._console or Console(), self._title, wide=self._wide, bar=not args.disable_tqdm)
+
+    def _is_due(self, state: Any, values: dict[str, float], outside: bool) -> bool:
+        """Return whether the row is one of those that are shown, and add what is measured seldom and was not shown."""
+        if outside or self._most is None:
+            return True
+        step, total = state.global_step, state.max_steps
+        self._measured |= {name: values[name] for name in ("change",) if name in values}
+        if step != total and step - self._last < total / self._most:
+            return False
+        values |= self._measured
+        self._last, self._measured = step, {}
+        return True
+
+
+class _Held(logging.Filter):
+    """Holds the findings of the health checks, which come before the log of their step, until its row is printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] = []
+
+    def hold(self) -> None:
+        health.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._records.append(record)
+        return False
+
+    def release(self) -> None:
+        health.removeFilter(self)
+        records, self._records = self._records, []
+        for record in records:
+            health.handle(record)
+
+
+class _Lines:
+    """Prints rows as lines, with a bar below them in a terminal."""
+
+    def __init__(self, console: Console, title: str, *, wide: bool, bar: bool) -> None:
+        self._console, self._title, self._columns, self._rows = console, title, list[str](), 0
+        self._width = None if wide and not console.is_terminal else console.width
+        self._bar: Progress | None = None
+        self._has_bar = bar and console.is_terminal
+
+    def begin(self, state: Any) -> None:
+        if self._has_bar:
+            self._bar = Progress(*BAR, TimeRemainingColumn(), console=self._console, transient=True)
+            self._bar.add_task(self._title, total=state.max_steps, completed=state.global_step)
+            self._bar.start()
+            self._stop = weakref.finalize(self, self._bar.stop)  # a bar that is left hides the cursor
+
+    def step(self, state: Any) -> None:
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.update(self._bar.task_ids[0], total=state.max_steps, completed=state.global_step)
+
+    def pause(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, row: Row, state: Any) -> None:
+        if not self._columns or not set(row.values) <= set(self._columns) or self._rows % _HEADER_EVERY == 0:
+            self._columns = columns_of([row], self._columns)
+            self._print(header_line(self._columns, row.steps, self._width))
+        self._rows += 1
+        self._print(row_line(row, self._columns, self._width))
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._stop()
+        self._bar = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def showing(
+    trainer: Trainer, console: Console, title: str = "training", *, progress: str = "table", rows: int | None = None
+) -> Iterator[None]:
+    """Show the progress of a trainer of any kind while it trains.
 
     Args:
         trainer: The trainer. Its own bar and log lines are switched off.
         console: Console for the table.
         title: Text beside the bar.
+        progress: One of ``PROGRESS``. ``"dicts"`` leaves the trainer the output that transformers gives it.
         rows: Number of rows, of logs at equal distances. Default: one for each log.
     """
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    if not trainer.is_world_process_zero() or trainer.args.get_process_log_level() > logging.WARNING:
+    if progress == "dicts":
+        use_dicts(trainer)
         yield
         return
-    shown = console.is_terminal and not trainer.args.disable_tqdm
-    bar = Progress(*BAR, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
-    table = _Table(bar, title, rows)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    table = ProgressTable(wide=progress == "wide", rows=rows, title=title, console=console)
     trainer.add_callback(table)
     try:
-        with bar:
-            yield
+        yield
     finally:
         trainer.remove_callback(table)
+        table.close()
 
 
-class _Table(TrainerCallback):
-    def __init__(self, bar: Progress, title: str, most: int | None):
-        self.bar, self.most, self.last = bar, most, 0
-        self.task = bar.add_task(title, total=None)
-        self.columns: list[str] = []
-        self.rows = 0
-        self.started = time.monotonic()
+def use_table(trainer: Trainer) -> None:
+    """Give a trainer the table in place of the bar that transformers gave it, or of any output if it brings a table.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.started = time.monotonic()
-        self.bar.update(self.task, total=state.max_steps, completed=state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.bar.update(self.task, total=state.max_steps, completed=state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        found = _row(logs or {})
-        step, total = state.global_step, state.max_steps
-        if not found or (self.most is not None and step != total and step - self.last < total / self.most):
-            return
-        self.last = step
-        if not self.columns or not set(found) <= {*self.columns, "_"} or self.rows % _HEADER_EVERY == 0:
-            self.columns = [name for name in _COLUMNS if name in {*self.columns, *found}]
-            self._print("step", "time", self.columns, state)
-        self.rows += 1
-        prefix = found.pop("_", "")
-        cells = [f"{_short(found[name]) if name in found else '':>{_width(name)}}" for name in self.columns]
-        self._print(
-            f"{state.global_step}/{state.max_steps}", clock(time.monotonic() - self.started), cells, state, prefix
-        )
-
-    def _print(self, step: str, clock: str, cells: list[str], state: Any, prefix: str = "") -> None:
-        console, width = self.bar.console, 2 * len(str(state.max_steps)) + 1
-        line = f"{step:>{width}}  {clock:>7}"
-        for cell, name in zip(cells, self.columns, strict=True):
-            longer = f"{line}  {cell:>{_width(name)}}"
-            if console.is_terminal and len(longer) + len(prefix) + 2 * bool(prefix) > console.width:
-                break
-            line = longer
-        line += f"  {prefix}" if prefix else ""
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    Args:
+        trainer: The trainer. With ``disable_tqdm`` it keeps its log lines.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    own = any(isinstance(callback, ProgressTable) for callback in callbacks)
+    default = PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+    # The last one is that of `Trainer`; one before it was passed as an argument.
+    theirs = [callback for callback in callbacks if type(callback) is default][-1:]
+    if theirs and (own or not trainer.args.disable_tqdm):
+        trainer.remove_callback(theirs[0])
+        if not own:
+            trainer.add_callback(ProgressTable())
 
 
-def _row(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return title to value of one log, with the evaluation's prefix as ``"_"``; empty where there is nothing to show."""
-    if "train_runtime" in logs:  # the summary at the end
-        return {}
-    prefixes = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")]
-    start = f"{prefixes[0]}_" if prefixes else ""
-    found: dict[str, Any] = {}
-    for name, keys in _COLUMNS.items():
-        values = [logs[start + key] for key in keys if start + key in logs]
-        if values and isinstance(values[0], int | float):
-            found[name] = float(values[0])
-    if "return" in found and measure([logs]) == "return":
-        found.pop("reward", None)  # no reward function adds to the environment's
-    return found | ({"_": prefixes[0]} if found and prefixes else {})
+def use_dicts(trainer: Trainer) -> None:
+    """Give a trainer the output of transformers back, a bar and every metric of a log in one line."""
+    if trainer.pop_callback(ProgressTable) is not None:
+        trainer.add_callback(DEFAULT_PROGRESS_CALLBACK)
 
 
-def _width(name: str) -> int:
-    return max(len(name), 7)
-
-
-def _short(value: float) -> str:
-    if not isfinite(value) or value == 0 or 5e-4 <= abs(value) < 1000:
-        return f"{value:.3f}"
-    return f"{value:.1e}"
-
-
-def clock(seconds: float) -> str:
-    """Return a time as hours, minutes and seconds."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+def close_tables(trainer: Trainer) -> None:
+    """End the output of a trainer whose run is over, was interrupted or failed."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressTable):
+            callback.close()
