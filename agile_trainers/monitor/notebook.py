@@ -43,7 +43,7 @@ class LiveTable:
         self._show(state)
 
     def pause(self) -> None:
-        """Do nothing, since others print beside the table."""
+        """Keep the table, since others print beside it."""
 
     def add(self, row: Row, state: Any) -> None:
         """Show a row, now or with the next update of the display."""
