@@ -101,6 +101,22 @@ MUTATIONS = [
         "tests/trainers/test_evaluate_policy.py -k eval_greedy",
     ),
     Mutation(
+        "every process prints the table", "monitor/progress.py",
+        "not state.is_world_process_zero or ", "", "tests/trainers/test_progress_table.py -k processes",
+    ),
+    Mutation(
+        "a finding that was held is lost", "monitor/progress.py",
+        "health.handle(record)", "pass", "tests/trainers/test_progress_table.py -k finding",
+    ),
+    Mutation(
+        "a run that fails leaves its bar", "trainers/trainer.py",
+        "close_tables(self)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
+    ),
+    Mutation(
+        "a row is longer than its width", "monitor/table_rows.py",
+        "(len(end) if cell else 0) > width", "0 > width", "tests/trainers/test_progress_table.py -k longer",
+    ),
+    Mutation(
         "activations stay on the GPU", "trainers/setup.py",
         "get_act_offloading_ctx_manager(model=model) if args.activation_offload else nullcontext()",
         "nullcontext()", "tests/trainers/test_on_a_pretended_gpu.py -k offloaded",

@@ -8,7 +8,6 @@ file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) start the train
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,12 @@ from agile_trainers.adapters.found import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_output, environment_arguments, missing
-from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
+from agile_trainers.monitor.progress import PROGRESS, showing
 from agile_trainers.records.plain import from_json
 from agile_trainers.trainers.registry import find_algorithm
 
@@ -51,13 +50,13 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
     )
     progress: str = option(
         "table",
-        "Output while training: `table` has one row per log and leaves out the other metrics; `dicts` is the output of "
-        "transformers, every metric of a log in one line.",
+        "Output while training: `table` has one row per log of the metrics that matter most; `wide` adds columns of TRL, "
+        "such as loss and KL; `dicts` is the output of transformers, every metric of a log in one line.",
     )
 
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS:
-            raise ValueError(f"progress must be 'table' or 'dicts', got {self.progress!r}.")
+            raise ValueError(f"progress must be 'table', 'wide' or 'dicts', got {self.progress!r}.")
         if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
             try:
                 self.environment = from_json(self.environment, written=True)
@@ -155,7 +154,7 @@ def train(
         ) from error
     trainer.add_callback(Started())
     resume = args.resume_from_checkpoint
-    with show_table(trainer, Console(), algorithm) if script.progress == "table" else nullcontext():
+    with showing(trainer, Console(), algorithm, progress=script.progress):
         trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved to {args.output_dir}.")

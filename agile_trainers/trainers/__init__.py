@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig
     from agile_trainers.config.multi_turn import MultiTurnConfig
     from agile_trainers.config.options import option
+    from agile_trainers.monitor.progress import ProgressTable
     from agile_trainers.step.credit import Credit, CreditInputs
     from agile_trainers.step.loss import LossInputs, LossOutput
     from agile_trainers.trainers.algorithms import (
@@ -43,6 +44,7 @@ __all__ = [
     "MultiTurnREINFORCEConfig",
     "MultiTurnREINFORCETrainer",
     "MultiTurnTrainer",
+    "ProgressTable",
     "find_algorithm",
     "option",
     "register_algorithm",
@@ -55,6 +57,7 @@ _LOADED_LATER = {
     "LossOutput": "step.loss",
     "MultiTurnConfig": "config.multi_turn",
     "MultiTurnTrainer": "trainers.trainer",
+    "ProgressTable": "monitor.progress",
     "option": "config.options",
 }
 """The module of each name that is no algorithm's."""

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 
 from agile_trainers.adapters.folders import naming_full_disk
 from agile_trainers.config.rules import BY_HAND, check_rules
+from agile_trainers.monitor.progress import close_tables
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.types import Trajectory
@@ -119,6 +120,7 @@ class Updates:
         assert trainer.engine is not None
         self._epoch, self._pending, trainer.is_in_train = None, None, False
         trainer.rollout_log.finish()
+        close_tables(trainer)
         trainer.engine.pool.close()
         self._resources.close()
 

@@ -59,6 +59,7 @@ from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
+from agile_trainers.monitor.progress import close_tables, use_table
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.objectives.drift import DECISION
@@ -336,6 +337,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if setup is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
             self._set_up(setup, inputs)
+            use_table(self)
         self.hub = HubPushes(self)
 
     def _set_up(self, setup: RunSetup, inputs: TrainerInputs) -> None:
@@ -578,6 +580,7 @@ class MultiTurnTrainer(GRPOTrainer):
             finally:
                 if not self.updates.is_open:
                     self.rollout_log.finish()
+                    close_tables(self)
                 if self.rollouts.ahead is not None:
                     self.rollouts.ahead.close()
                 self.engine.pool.close()

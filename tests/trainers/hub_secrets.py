@@ -92,7 +92,7 @@ def files(model: Path, output: Path) -> None:
         ],
     }  # fmt: skip
     (output / "chain.yaml").write_text(yaml.safe_dump(chain, allow_unicode=True))
-    run_pipeline(read_pipeline(output / "chain.yaml"), Console(quiet=True), table=False)
+    run_pipeline(read_pipeline(output / "chain.yaml"), Console(quiet=True), progress="dicts")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,13 @@ from agile_trainers.cli.chain.rows import check_rows, supervised_rows
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
-from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
+from agile_trainers.monitor.progress import PROGRESS, showing
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
@@ -84,7 +83,7 @@ class PipelineError(ValueError):
 
 
 def run_pipeline(
-    pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None, table: bool = True
+    pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None, progress: str = "table"
 ) -> list[dict[str, Any]]:
     """Train the unfinished stages of a pipeline, and evaluate all.
 
@@ -93,7 +92,7 @@ def run_pipeline(
         console: Console for the output.
         after_stage: Called with each newly trained stage and its trainer (its population, of an ``evolve`` stage), after
             its model was saved.
-        table: Show the progress of a stage as a table instead of the output of transformers.
+        progress: Output while a stage trains, one of ``PROGRESS``.
 
     Returns:
         One row for the start and one per finished stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained``
@@ -117,10 +116,10 @@ def run_pipeline(
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
             if stage.population is not None:
-                _evolve(pipeline, stage, model, after_stage, console, table)
+                _evolve(pipeline, stage, model, after_stage, console, progress)
             else:
                 checkpoint = resume_point(folder, console)
-                if not _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None):
+                if not _train(pipeline, stage, model, folder, checkpoint, after_stage, console, progress):
                     console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
                     return rows
             _write(folder / STATE, {**state, "finished": True})
@@ -269,7 +268,8 @@ def _train(
     folder: Path,
     checkpoint: str | None,
     after_stage: Hook | None,
-    console: Console | None,
+    console: Console,
+    progress: str,
 ) -> bool:
     """Train a stage; return False if ``max_wall_seconds`` ended it."""
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
@@ -279,7 +279,7 @@ def _train(
         trainer.add_callback(_Resumed(checkpoint))
         _take_no_step_too_many(trainer, Path(checkpoint))
     with naming_full_disk(folder):
-        with show_table(trainer, console, stage.name) if console else nullcontext():
+        with showing(trainer, console, stage.name, progress=progress):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
             return False
@@ -303,13 +303,13 @@ def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
 
 
 def _evolve(
-    pipeline: Pipeline, stage: Stage, model: str, after_stage: Hook | None, console: Console, table: bool
+    pipeline: Pipeline, stage: Stage, model: str, after_stage: Hook | None, console: Console, progress: str
 ) -> None:
     """Train the population of a stage, from where it was left; its winner goes to the stage's folder."""
     assert stage.population is not None
     lora = _lora_of(pipeline, stage, model)
     _, population = run_plan(
-        stage.population, model, pipeline.environment, lora, console, table=table,
+        stage.population, model, pipeline.environment, lora, console, table=progress != "dicts",
         winner=policy_folder(pipeline, stage),
     )  # fmt: skip
     if after_stage is not None:
@@ -547,7 +547,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("pipeline", type=Path, help="the YAML file")
     parser.add_argument("--dry-run", action="store_true", help="check the file and list the stages; train nothing")
     parser.add_argument("--progress", choices=PROGRESS, default="table", help="output while training: a table with one "
-                        "row per log, or every metric of a log in one line, as transformers prints it")  # fmt: skip
+                        "row per log, the same with columns of TRL, or every metric of a log in one line, as transformers "
+                        "prints it")  # fmt: skip
     options = parser.parse_args(argv)
     try:
         pipeline = read_pipeline(options.pipeline)
@@ -555,10 +556,10 @@ def main(argv: Sequence[str]) -> None:
         console = Console(quiet=not PartialState().is_main_process)
         if options.dry_run:
             for stage, state in zip(pipeline.stages, _checked(pipeline)):
-                progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
-                console.print(f"{stage.name}: {_shown(stage)}, {progress}, in {pipeline.output_dir / stage.name}")
+                reached = "not begun" if state is None else "finished" if state["finished"] else "begun"
+                console.print(f"{stage.name}: {_shown(stage)}, {reached}, in {pipeline.output_dir / stage.name}")
             return
-        rows = run_pipeline(pipeline, console, table=options.progress == "table")
+        rows = run_pipeline(pipeline, console, progress=options.progress)
     except (PipelineError, YAMLFileError) as error:
         if Progress.debug:
             raise

@@ -32,11 +32,11 @@ from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.cli.demo.report import DemoScore, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
-from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.monitor.progress import showing
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.scripted_policies import play_scripted
@@ -173,7 +173,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = make_sft_trainer(untrained, base, seed, budget)
-    with show_table(supervised, console, "learning the format", rows=ROWS):
+    with showing(supervised, console, "learning the format", rows=ROWS):
         supervised.train()
     supervised.save_model()
     learned = record_without_environment("SFT", supervised.model, supervised.state.global_step)
@@ -185,7 +185,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         "random": scripted_score("random play", random_policy, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),
     }
-    with show_table(trainer, console, "multi-turn GRPO", rows=ROWS):
+    with showing(trainer, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
     scores["rl"] = model_score("after RL", trainer)
     scores["optimal"] = scripted_score("optimal play", halving_policy, trainer, budget.eval_episodes)

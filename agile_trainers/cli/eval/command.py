@@ -32,7 +32,6 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_output, json_object
-from agile_trainers.cli.progress import BAR
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.questions.rows import read_dataset
@@ -50,6 +49,7 @@ from agile_trainers.evaluation.loading import load_model, recorded_settings
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
+from agile_trainers.monitor.progress import BAR
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import LIMITS
 from agile_trainers.rollout.mixture import COLUMN

@@ -14,8 +14,8 @@ from rich.console import Console
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
 from agile_trainers.cli.evolve.table import MemberProgress, value_text
-from agile_trainers.cli.progress import PROGRESS
 from agile_trainers.cli.train import Started
+from agile_trainers.monitor.progress import use_dicts
 from agile_trainers.populations import Lineage, Population, PopulationError, Processes, split_processes
 from agile_trainers.populations.lineage import FILE, with_error
 
@@ -33,8 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("population", type=Path, help="the YAML file")
     parser.add_argument("--dry-run", action="store_true", help="check the file and show the plan; train nothing")
-    parser.add_argument("--progress", choices=PROGRESS, default="table", help="output while training: a table of the "
-                        "members after each round, or every metric of a log, as transformers prints it")  # fmt: skip
+    parser.add_argument("--progress", choices=("table", "dicts"), default="table", help="output while training: a table of "
+                        "the members after each round, or every metric of a log, as transformers prints it")  # fmt: skip
     return parser
 
 
@@ -103,6 +103,8 @@ def run_plan(
         trainer.add_callback(Started())
         if table:
             progress.watch(trainer, member)
+        else:
+            use_dicts(trainer)
 
     population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
     with progress.bar if table else nullcontext():

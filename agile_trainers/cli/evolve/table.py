@@ -10,7 +10,8 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from agile_trainers.cli.progress import BAR, clock
+from agile_trainers.monitor.progress import BAR
+from agile_trainers.monitor.table_rows import clock
 from agile_trainers.populations import Round
 from agile_trainers.populations.lineage import with_error
 

@@ -1,0 +1,264 @@
+"""Shows the progress of any ``transformers.Trainer`` as a compact table: in a terminal, a file of lines or a notebook."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.utils import is_in_notebook
+
+from agile_trainers.monitor.health_checks import logger as health
+from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
+
+PROGRESS = ("table", "wide", "dicts")
+"""Values of ``--progress``: our table, the same with all columns, or the output of transformers."""
+BAR = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+"""Columns of a bar of steps or episodes."""
+_HEADER_EVERY = 30
+"""Number of rows after which the header is repeated."""
+
+
+class View(Protocol):
+    """Shows the rows of a run."""
+
+    def begin(self, state: Any) -> None:
+        """Show that a run begins, with the ``TrainerState`` of a trainer."""
+
+    def step(self, state: Any) -> None:
+        """Show that an optimizer step begins or is done."""
+
+    def pause(self) -> None:
+        """Make room for what others print, until the next step begins."""
+
+    def add(self, row: Row, state: Any) -> None:
+        """Show a row."""
+
+    def end(self) -> None:
+        """Leave what was shown as it is to stay. Called again, it does nothing."""
+
+
+class ProgressTable(ProgressCallback):
+    """Shows one row per log: success, return, turns, length, entropy and change of the policy.
+
+    A trainer with an environment has one in place of transformers' bar, unless ``disable_tqdm=True``. In a terminal there is
+    a bar below the rows. In a notebook the table is updated in place, with the learning curve below it. Anywhere else rows
+    are plain lines. Only the main process prints; with a ``log_level`` above warnings none does.
+    ``trainer.remove_callback(ProgressCallback)`` removes it as it removes that of transformers.
+
+    Args:
+        wide: Show TRL's columns too: KL, loss, norm of the gradient, and so on.
+        rows: Number of rows, of logs at equal distances. Default: one for each log.
+        title: Text beside the bar.
+        console: Where to print, as text. Default: standard output, or the cell of a notebook.
+    """
+
+    def __init__(
+        self, *, wide: bool = False, rows: int | None = None, title: str = "training", console: Console | None = None
+    ) -> None:
+        super().__init__()
+        self._wide, self._most, self._title, self._console = wide, rows, title, console
+        self._view: View | None = None
+        self._started, self._last = time.monotonic(), 0
+        self._measured: dict[str, float] = {}
+        self._held = _Held()
+
+    def close(self) -> None:
+        """End the output of a run that is over or was interrupted."""
+        self._held.release()
+        if self._view is not None:
+            self._view.end()
+        self._view = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.close()
+        self._started, self._last, self._measured = time.monotonic(), state.global_step, {}
+        self._view = self._open(args, state)
+        if self._view is not None:
+            self._view.begin(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._held.release()
+        if self._view is not None:
+            self._view.step(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._view is not None:
+            self._view.step(state)
+            if control.should_log:
+                self._held.hold()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        values, name = row_values(logs or {}, wide=self._wide)
+        view, outside = self._view, self._view is None
+        if outside and name:
+            view = self._open(args, state)
+        if view is not None and values and self._is_due(state, values, outside):
+            seconds = (logs or {})[f"{name}_runtime"] if outside else time.monotonic() - self._started
+            view.add(Row(state.global_step, state.max_steps, seconds, values, name), state)
+        if view is not None and outside:
+            view.end()
+        elif view is not None and getattr(args, "log_completions", False):
+            view.pause()  # TRL prints its table next, with a console of its own
+        self._held.release()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.close()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing; an evaluation is a row."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing; the log of the evaluation was shown."""
+
+    def on_predict(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show nothing."""
+
+    def _open(self, args: Any, state: Any) -> View | None:
+        if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
+            return None
+        if self._console is None and is_in_notebook() and importlib.util.find_spec("IPython"):
+            from agile_trainers.monitor.notebook import LiveTable
+
+            return LiveTable(self._title)
+        return _Lines(self._console or Console(), self._title, wide=self._wide, bar=not args.disable_tqdm)
+
+    def _is_due(self, state: Any, values: dict[str, float], outside: bool) -> bool:
+        """Return whether the row is one of those that are shown, and add what is measured seldom and was not shown."""
+        if outside or self._most is None:
+            return True
+        step, total = state.global_step, state.max_steps
+        self._measured |= {name: values[name] for name in ("change",) if name in values}
+        if step != total and step - self._last < total / self._most:
+            return False
+        values |= self._measured
+        self._last, self._measured = step, {}
+        return True
+
+
+class _Held(logging.Filter):
+    """Holds the findings of the health checks, which come before the log of their step, until its row is printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] = []
+
+    def hold(self) -> None:
+        health.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._records.append(record)
+        return False
+
+    def release(self) -> None:
+        health.removeFilter(self)
+        records, self._records = self._records, []
+        for record in records:
+            health.handle(record)
+
+
+class _Lines:
+    """Prints rows as lines, with a bar below them in a terminal."""
+
+    def __init__(self, console: Console, title: str, *, wide: bool, bar: bool) -> None:
+        self._console, self._title, self._columns, self._rows = console, title, list[str](), 0
+        self._width = None if wide and not console.is_terminal else console.width
+        self._bar: Progress | None = None
+        self._has_bar = bar and console.is_terminal
+
+    def begin(self, state: Any) -> None:
+        if self._has_bar:
+            self._bar = Progress(*BAR, TimeRemainingColumn(), console=self._console, transient=True)
+            self._bar.add_task(self._title, total=state.max_steps, completed=state.global_step)
+            self._bar.start()
+            self._stop = weakref.finalize(self, self._bar.stop)  # a bar that is left hides the cursor
+
+    def step(self, state: Any) -> None:
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.update(self._bar.task_ids[0], total=state.max_steps, completed=state.global_step)
+
+    def pause(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, row: Row, state: Any) -> None:
+        if not self._columns or not set(row.values) <= set(self._columns) or self._rows % _HEADER_EVERY == 0:
+            self._columns = columns_of([row], self._columns)
+            self._print(header_line(self._columns, row.steps, self._width))
+        self._rows += 1
+        self._print(row_line(row, self._columns, self._width))
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._stop()
+        self._bar = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def showing(
+    trainer: Trainer, console: Console, title: str = "training", *, progress: str = "table", rows: int | None = None
+) -> Iterator[None]:
+    """Show the progress of a trainer of any kind while it trains.
+
+    Args:
+        trainer: The trainer. Its own bar and log lines are switched off.
+        console: Console for the table.
+        title: Text beside the bar.
+        progress: One of ``PROGRESS``. ``"dicts"`` leaves the trainer the output that transformers gives it.
+        rows: Number of rows, of logs at equal distances. Default: one for each log.
+    """
+    if progress == "dicts":
+        use_dicts(trainer)
+        yield
+        return
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    table = ProgressTable(wide=progress == "wide", rows=rows, title=title, console=console)
+    trainer.add_callback(table)
+    try:
+        yield
+    finally:
+        trainer.remove_callback(table)
+        table.close()
+
+
+def use_table(trainer: Trainer) -> None:
+    """Give a trainer the table in place of the bar that transformers gave it, or of any output if it brings a table.
+
+    Args:
+        trainer: The trainer. With ``disable_tqdm`` it keeps its log lines.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    own = any(isinstance(callback, ProgressTable) for callback in callbacks)
+    default = PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+    # The last one is that of `Trainer`; one before it was passed as an argument.
+    theirs = [callback for callback in callbacks if type(callback) is default][-1:]
+    if theirs and (own or not trainer.args.disable_tqdm):
+        trainer.remove_callback(theirs[0])
+        if not own:
+            trainer.add_callback(ProgressTable())
+
+
+def use_dicts(trainer: Trainer) -> None:
+    """Give a trainer the output of transformers back, a bar and every metric of a log in one line."""
+    if trainer.pop_callback(ProgressTable) is not None:
+        trainer.add_callback(DEFAULT_PROGRESS_CALLBACK)
+
+
+def close_tables(trainer: Trainer) -> None:
+    """End the output of a trainer whose run is over, was interrupted or failed."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressTable):
+            callback.close()
