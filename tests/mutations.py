@@ -230,7 +230,7 @@ MUTATIONS = [
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
     Mutation(
-        "the paths of a masked episode leave the machine", "checkpoints/public_files.py",
+        "the paths of a masked episode leave the machine", "checkpoints/disclosure.py",
         '"completion_ids", "paths")', '"completion_ids")', "tests/records/test_recorded_paths.py -k secret",
     ),
     Mutation(
@@ -1502,7 +1502,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py",
     ),
     Mutation(
-        "secrets inside lists are not masked", "checkpoints/secrets.py",
+        "secrets inside lists are not masked", "checkpoints/disclosure.py",
         "if type(value) in (list, tuple):", "if type(value) is tuple:", "tests/trainers/test_secrets.py",
     ),
     Mutation(
@@ -1587,6 +1587,11 @@ MUTATIONS = [
     Mutation(
         "the name of a user is pushed", "checkpoints/disclosure.py", "    if changed:", "    if False:",
         "tests/trainers/test_secrets.py -k users_name",
+    ),
+    Mutation(
+        "fields of a run that no list names leave", "checkpoints/disclosure.py",
+        "for name, value in info.items() if name in _RUN_FIELDS", "for name, value in info.items()",
+        "tests/trainers/test_hub_secrets.py -k episodes",
     ),
     Mutation(
         "a secret becomes a special token", "checkpoints/disclosure.py", "own and len(value) >=", "False and len(value) >=",
@@ -2153,7 +2158,7 @@ MUTATIONS = [
         "os.rmdir(", "str(", "tests/rollout/test_left_processes.py -k kill",
     ),
     Mutation(
-        "a Hub that is silent is waited for without end", "checkpoints/background_pushes.py",
+        "a Hub that is silent is waited for without end", "checkpoints/hub.py",
         "follow_redirects=follow, timeout=SILENCE_SECONDS", "follow_redirects=follow, timeout=None",
         "tests/trainers/test_hub.py -k timeout",
     ),
@@ -2163,7 +2168,7 @@ MUTATIONS = [
         "tests/trainers/test_hub.py -k refuses",
     ),
     Mutation(
-        "a push that failed is forgotten", "checkpoints/background_pushes.py",
+        "a push that failed is forgotten", "checkpoints/hub.py",
         "self.failures.append(", "str(", "tests/trainers/test_hub.py -k six_ways",
     ),
     Mutation(

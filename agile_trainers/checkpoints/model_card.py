@@ -16,8 +16,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options, public_path
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.disclosure import CARD, CURVE, masked, public_options, public_path
 from agile_trainers.imports import matplotlib_apart
 
 _SHARED = (

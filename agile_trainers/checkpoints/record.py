@@ -30,6 +30,7 @@ from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
     flat_environment,
+    masked,
     note_private,
     public_arguments,
     public_options,
@@ -46,7 +47,6 @@ from agile_trainers.checkpoints.integrity import (
 from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.records.reader import read_rows
 from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch

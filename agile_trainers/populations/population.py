@@ -25,6 +25,7 @@ from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
     flat_environment,
+    masked,
     note_private,
     public_arguments,
     public_options,
@@ -34,7 +35,6 @@ from agile_trainers.checkpoints.disclosure import (
 from agile_trainers.checkpoints.hub import push_written
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from agile_trainers.checkpoints.public_files import disclose
+from agile_trainers.checkpoints.disclosure import disclose
 from agile_trainers.records.prefixes import packed_paths, path_ids, path_lengths
 from agile_trainers.records.reader import RecordsError, open_records, read_records, read_rows
 from agile_trainers.records.schema import ADDED, EPISODE, TURN, WITHOUT_PATHS
@@ -197,7 +197,7 @@ def test_a_secret_of_a_prompt_does_not_leave(where: str, tmp_path: Path) -> None
         episode.turns[2].fork = TOKEN
     writer = RecordWriter(tmp_path, {"run": "a"})
     path = writer.write_train(0, [episode_row(episode)])
-    text = disclose(tmp_path)
+    text = disclose(tmp_path, episodes=True)
     assert text is not None and text.masked == 1
     (found,) = read_records(path)
     assert found["paths"] is found["prompt_ids"] is None or not found["prompt_ids"]

@@ -35,6 +35,7 @@ from agile_trainers.checkpoints.disclosure import (
     clean_tokenizer,
     differences,
     is_named,
+    masked,
     public_options,
     warn_of_unknown,
     withheld_values,
@@ -43,7 +44,6 @@ from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan

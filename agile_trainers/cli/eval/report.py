@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
 from agile_trainers.imports import matplotlib_apart
