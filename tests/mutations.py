@@ -1606,7 +1606,7 @@ MUTATIONS = [
         'return f"`{shown}`" if shown.strip() else ""', "return shown", "tests/adapters/test_strangers.py -k words",
     ),
     Mutation(
-        "a card that fails ends the run", "checkpoints/run_cards.py",
+        "a card that fails ends the run", "checkpoints/model_card.py",
         "    except Exception as error:", "    except OSError as error:",
         "tests/trainers/test_strangers_runs.py -k card",
     ),
@@ -1619,7 +1619,7 @@ MUTATIONS = [
         "{sys.intern(name): value", "{name: value", "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
-        "the card keeps its whole curve", "checkpoints/run_cards.py",
+        "the card keeps its whole curve", "checkpoints/model_card.py",
         "digest = sha256(repr(shown).encode()).digest()", "digest: Any = shown",
         "tests/trainers/test_growth.py -k grpo",
     ),
@@ -2332,7 +2332,7 @@ MUTATIONS = [
         "return 1.0 - (1 - successes / attempts) ** k", "tests/evaluation/test_statistics.py -k pass_at_k",
     ),
     Mutation(
-        "a second evaluation adds rows to the card", "checkpoints/card_results.py",
+        "a second evaluation adds rows to the card", "checkpoints/model_card.py",
         "one.get(\"args\")) not in new", "one.get(\"args\")) not in []",
         "tests/test_cli_eval.py -k any_card",
     ),

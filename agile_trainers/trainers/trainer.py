@@ -46,9 +46,9 @@ from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_to
 from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete, step_of
 from agile_trainers.checkpoints.machines import on_each_disk
+from agile_trainers.checkpoints.model_card import RunCards
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
-from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.launch_checks import check_engine

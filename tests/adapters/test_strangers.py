@@ -34,9 +34,8 @@ from agile_trainers.adapters.loading import find_adapters, parent_of, read_confi
 from agile_trainers.adapters.model_folders import check_model_folder
 from agile_trainers.adapters.patterns import check_patterns, expressions
 from agile_trainers.adapters.templates import check_template
-from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.integrity import MARKER, POSITION, check_complete, mark_complete, newest_complete
-from agile_trainers.checkpoints.model_card import model_card, write_card
+from agile_trainers.checkpoints.model_card import add_results, model_card, write_card
 from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.episode_options import EpisodeOptions
