@@ -18,9 +18,9 @@ from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from agile_trainers.adapters import find_adapters
-from agile_trainers.adapters.folders import lora_settings, read_form, write_json
+from agile_trainers.adapters.folders import read_form, write_json
 from agile_trainers.adapters.forms import Fields
-from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.adapters.lora_settings import changes_base, lora_settings
 from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
@@ -40,7 +40,6 @@ from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
-from agile_trainers.populations.fitness import Score, ranked, with_failures
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
     Values,
@@ -61,7 +60,7 @@ from agile_trainers.populations.members import (
 )
 from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
-from agile_trainers.populations.selection import Strategy, Successor, strategy_of
+from agile_trainers.populations.selection import Score, Strategy, Successor, ranked, strategy_of, with_failures
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm

@@ -22,14 +22,13 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.checkpoints.continued import continue_checkpoint
 from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.lineage import HeldOut
-from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
+from agile_trainers.populations.members import Assignment, Rounds, continue_checkpoint, saved_adapter
 from agile_trainers.rollout.seeds import SELECTION
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory
