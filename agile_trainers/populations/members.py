@@ -56,8 +56,6 @@ class Result:
     units: list[int]
     """The unit of each evaluation episode."""
     seconds: float
-    bytes: int
-    """Bytes that the member adds to the base."""
     failed: str = ""
     """The error that ended the round."""
     reported: bool = True
@@ -75,10 +73,10 @@ class Result:
 
 RESULT_FORM = Fields(
     {
-        **dict.fromkeys(("member", "round", "steps", "episodes", "bytes", "unreported"), Count), "units": [Count],
+        **dict.fromkeys(("member", "round", "steps", "episodes", "unreported"), Count), "units": [Count],
         "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "reported": bool, "lowest": (NUMBER, None),
     },
-    required=("member", "round", "steps", "episodes", "values", "units", "seconds", "bytes"), only=True,
+    required=("member", "round", "steps", "episodes", "values", "units", "seconds"), only=True,
 )  # fmt: skip
 
 
@@ -183,7 +181,7 @@ class Rounds:
             self._on_trainer(trainer, assignment.member)
         trainer.train(resume_from_checkpoint=True if checkpoints(assignment.folder) else None)
         trainer.save_model()
-        one.steps, one.bytes = trainer.state.global_step, self._base.own_bytes(trainer.model, trainer.optimizer)
+        one.steps = trainer.state.global_step
         if trainer.sampler.vllm is None:
             one.results = evaluate_trainer(trainer, evaluation)
         else:
@@ -213,7 +211,6 @@ class _Round:
 
     assignment: Assignment
     steps: int = 0
-    bytes: int = 0
     seconds: float = 0.0
     results: EpisodeResults | None = None
     failed: str = ""
@@ -252,7 +249,6 @@ class _Round:
             values,
             [] if self.results is None else numbered(self.results.units),
             self.seconds,
-            0 if failed else self.bytes,
             self.failed,
             fitness != "success"
             or self.results is None

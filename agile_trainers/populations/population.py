@@ -207,7 +207,7 @@ class Population:
             self._open(stack)
             own = math.ceil(self._members / self._processes.count)
             stack.enter_context(shared_engine(self._args, min(own, _MAX_ADAPTERS)))
-            lineage = self.lineage = Lineage(self.lineage.settings, base_bytes=self.base.bytes)
+            lineage = self.lineage = Lineage(self.lineage.settings)
             drawn = self._space.draw(self._members, np.random.default_rng([self._seed, 0]))
             living = [_Member(number, values) for number, values in enumerate(drawn)]
             lineage.events += [LineageEvent(0, one.number, "born", one.hyperparameters) for one in living]
@@ -229,7 +229,6 @@ class Population:
                 scores = _scores(living, results)
                 trained = self._trained(living, results, scores, end)
                 lineage.events += trained
-                lineage.member_bytes |= {result.member: result.bytes for result in results if not result.failed}
                 if scores:
                     lineage.best = ranked(scores)[0].member
                 elif number == 1:
@@ -458,8 +457,7 @@ class Population:
     def export(self, folder: str | Path, member: int | None = None) -> Path:
         """Copy the best policy of all rounds, or a member's last one, to a folder, which any later run takes as ``model``.
 
-        Tokenizer, card, critic and reference adapter are copied too, and ``lineage.json`` and its picture are written
-        beside them.
+        Tokenizer, card, critic and reference adapter are copied too, and ``lineage.json`` is written beside them.
 
         Args:
             folder: A new or empty folder.
