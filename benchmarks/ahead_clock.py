@@ -29,8 +29,8 @@ from ahead_paths import TAILS, Work, batches, discarding, episodes, makespan, me
 from matplotlib.figure import Figure
 from update_vs_trl import with_tables
 
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.roles import POLICY
-from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from other_side import serve
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -21,6 +22,16 @@ from agile_trainers.trainers import MultiTurnGRPOConfig
 def _resident() -> int:
     """Bytes of memory that the process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def sizes(base: Path, population: Population) -> dict[str, int]:
+    """Bytes of a population's base, which is there once, and of its best member: adapters and optimizer state."""
+    checkpoint = population.checkpoint(population.best)
+    weights = [one for file in checkpoint.rglob("*.safetensors") for one in load_file(file).values()]
+    states = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
+    weights += [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+    whole = [one for file in base.glob("*.safetensors") for one in load_file(file).values()]
+    return {"base": sum(one.nbytes for one in whole), "member": sum(one.nbytes for one in weights)}
 
 
 class Rounds:
@@ -113,7 +124,7 @@ def evolve(
     return {
         "first": [event.hyperparameters["learning_rate"] for event in sorted(born, key=lambda event: event.member)],
         "rounds": record.rounds,
-        "bytes": {"base": lineage.base_bytes, "member": max(lineage.member_bytes.values())},
+        "bytes": sizes(Path(model), population),
         "resident": {"before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024},
     }
 

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from datasets import disable_progress_bars
+from population_side import sizes
 from transformers import PrinterCallback
 
 from agile_environments.guess_number import demonstrations
@@ -124,8 +125,7 @@ def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
         "training_episodes": trained * BATCH,
         "evaluation_episodes": played,
         "base_is_identical": population.base.digest() == digest,
-        "base_bytes": lineage.base_bytes,
-        "member_bytes": lineage.member_bytes,
+        "bytes": sizes(base, population),
         "seconds": sum(event.seconds for event in lineage.events),
         "events": [{**asdict(event), "seconds": round(event.seconds, 1)} for event in lineage.events if event.round],
     }
@@ -149,8 +149,8 @@ def told(found: dict[str, Any]) -> str:
     return (
         f"tuned run {tuned['success']:.3f} at {tuned['learning_rate']}, population {best['success']:.3f} "
         f"({best['success'] / tuned['success']:.2f} of it) at {best['learning_rate']:.2g} after {best['steps']} updates, "
-        f"worst member alone {found['worst']['success']:.3f}; base {best['base_bytes']} bytes, identical: "
-        f"{best['base_is_identical']}, members {best['member_bytes']}"
+        f"worst member alone {found['worst']['success']:.3f}; base {best['bytes']['base']} bytes, identical: "
+        f"{best['base_is_identical']}, a member {best['bytes']['member']}"
     )
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from agile_trainers.config.options import option_table
+from agile_trainers.config.options import default_of, own_options
 from agile_trainers.trainers import MultiTurnConfig
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
@@ -19,6 +19,17 @@ CONFIGS = {config.__name__: config for config in _CLASSES}
 PACKAGE = DOCS.parent / "agile_trainers"
 _TABLE = re.compile(r"(<!-- begin: options of (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _FILES = re.compile(r"(<!-- begin: files of agile_trainers -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def option_table(config: type) -> str:
+    """Write a markdown table of the options that a dataclass declares: name, default and description."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for one in own_options(config):
+        default = default_of(one)
+        text, _, stands_for = one.metadata["help"].partition(" Default: ")
+        shown = stands_for.rstrip(".") if stands_for else "none" if default in (None, []) else f"`{default}`"
+        rows.append(f"| `{one.name}` | {shown} | {text} |".replace("||", r"\|\|"))
+    return "\n".join(rows)
 
 
 def with_tables(page: str) -> str:

@@ -86,9 +86,7 @@ def main() -> None:
     winner = population.export(options.output_dir / "winner")
     best = lineage.winner
     assert best is not None
-    largest = max(lineage.member_bytes.values())
     console.print(f"Member {best.member} wins {best.fitness:.1%} of its games, with {best.hyperparameters}: {winner}")
-    console.print(f"The base takes {lineage.base_bytes:,} bytes once, a member at most {largest:,}.")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _leave_out_of_garbage_collection()
-    if "agile_trainers.checkpoints.run_cards" in sys.modules:
+    if "agile_trainers.checkpoints.model_card" in sys.modules:
         importlib.import_module("quick").make_quick()
 
 

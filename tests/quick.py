@@ -9,7 +9,7 @@ from accelerate.utils import other
 from torch import nn
 from transformers import PretrainedConfig, StopStringCriteria
 
-from agile_trainers.checkpoints import run_cards
+from agile_trainers.checkpoints import model_card
 
 
 def make_quick() -> None:
@@ -23,13 +23,13 @@ def make_quick() -> None:
 
 def _draw_curves_once() -> None:
     """Draw one picture for curves that differ in numbers only: runs save hundreds, and each takes a tenth of a second."""
-    draw, pictures = run_cards.draw_curve, dict[Any, bytes]()
+    draw, pictures = model_card.draw_curve, dict[Any, bytes]()
 
     def drawn(shown: Any) -> bytes:
         form = tuple((one.name, one.is_share, bool(one.evaluations), tuple(one.baselines)) for one in shown)
         return pictures[form] if form in pictures else pictures.setdefault(form, draw(shown))
 
-    run_cards.draw_curve = drawn
+    model_card.draw_curve = drawn
 
 
 def _embed_stop_strings_once() -> None:

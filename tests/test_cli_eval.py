@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.checkpoints.model_card import add_results
 from agile_trainers.cli.main import main
 from agile_trainers.evaluation.statistics import standard_error
 from agile_trainers.records.reader import open_records

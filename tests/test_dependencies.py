@@ -52,7 +52,7 @@ PRIVATE = {
     "cli/eval/command.py": {"_actions": "argparse has no public list of options"},
     "cli/train.py": {"_actions": "argparse has no public list of options"},
     "envs/libraries/gem_grader.py": {"_sympy_parse": "evaluates a model's text, which is checked first"},
-    "envs/libraries/gem_isolation.py": {"_local_step": "runs a model's program, which is isolated"},
+    "envs/libraries/gem.py": {"_local_step": "runs a model's program, which is isolated"},
     "evaluation/modules.py": {"_feature_names": "evaluate has no public form for modules of several signatures"},
     "monitor/nonfinite.py": {"_is_overflow": "accelerate's step_was_skipped has no setter"},
     "packing/attention.py": {

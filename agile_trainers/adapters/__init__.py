@@ -1,7 +1,7 @@
 """Several adapters on one frozen base: the policy, its reference, a critic with a value head."""
 
+from agile_trainers.adapters.copies import add_reference, copy_adapter
 from agile_trainers.adapters.critic import ActorCriticOutput, add_critic, add_value_head
-from agile_trainers.adapters.initialization import check_repeatable, plain_copies, starts_elsewhere
 from agile_trainers.adapters.loading import (
     SavedAdapters,
     find_adapters,
@@ -11,9 +11,14 @@ from agile_trainers.adapters.loading import (
     restore_adapter,
     start_critic,
 )
-from agile_trainers.adapters.reference_adapter import add_reference, copy_adapter
+from agile_trainers.adapters.lora_settings import (
+    check_repeatable,
+    explaining_scope,
+    plain_copies,
+    starts_elsewhere,
+    within_scope,
+)
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, running, unfreeze
-from agile_trainers.adapters.scope import explaining_scope, within_scope
 from agile_trainers.adapters.sharding import assign_parameter, every_adapter_trainable, gathered_once
 
 __all__ = [

@@ -12,21 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
 from safetensors import SafetensorError
 
 from agile_trainers.adapters.forms import RECORD_FORM, STAGE, misfits
-from agile_trainers.adapters.initialization import changes_base
 from agile_trainers.records.plain import json_bytes, replacing
 
 RECORD = "agile_trainers.json"
 _LITTLE = 1 << 20
 """Bytes of free space below which a disk counts as full."""
-NOT_LORA_SETTINGS = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
-}  # fmt: skip
-"""Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
 _RUN_ID = re.compile(r"[\w\-]{0,100}", re.ASCII)
 """Ids of runs, which name the folders of records."""
 _STAGES = 100
@@ -164,16 +157,6 @@ def brief(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     text = value[:80] if isinstance(value, str) else value
     return f"{text!a:.80}"
-
-
-def lora_settings(config: LoraConfig) -> dict[str, Any]:
-    """Return the settings of a LoRA configuration that change the adapter's function, as JSON values."""
-    settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}
-    if changes_base(config):
-        settings["init_lora_weights"] = config.init_lora_weights  # the weights are relative to that base
-    return json.loads(
-        json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
-    )
 
 
 def check_no_links(folder: Path, subfolders: Collection[str]) -> None:

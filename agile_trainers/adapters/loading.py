@@ -16,18 +16,26 @@ from peft import set_peft_model_state_dict as set_adapter_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoProcessor, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
+from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
 from agile_trainers.adapters.folders import RECORD, check_no_links, read_record
-from agile_trainers.adapters.initialization import REPEATABLE, changes_base
-from agile_trainers.adapters.merge import describe, differing_settings, layers, merged_config, padded
+from agile_trainers.adapters.lora_settings import (
+    REPEATABLE,
+    changes_base,
+    describe,
+    differing_settings,
+    layers,
+    merged_config,
+    padded,
+)
 from agile_trainers.adapters.model_folders import check_model_folder, hub_file, naming_folder
-from agile_trainers.adapters.patterns import check_patterns
-from agile_trainers.adapters.reference_adapter import copy_adapter
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
 from agile_trainers.adapters.sharding import assign_parameter
+from agile_trainers.adapters.untrusted import check_patterns
+from agile_trainers.imports import find_model_folder, nearest_folder
 
 logger = logging.get_logger(__name__)
 
@@ -284,7 +292,7 @@ def load_policy(
         saved: See :func:`find_adapters`.
         base: The adapter's base model. Default: it is loaded.
         peft_config: The requested LoRA settings. Default: those of the adapter.
-        merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.merge`.
+        merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.lora_settings`.
         seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
         **model_init_kwargs: Arguments of the base's ``from_pretrained``.
@@ -474,3 +482,31 @@ def _critic_weights(saved: SavedAdapters, model: PeftModel) -> dict[str, torch.T
         )
         head = dict(model.get_base_model().value_head.original_module.state_dict())
     return weights | {f"base_model.model.{VALUE_HEAD}.{part}": head[part] for part in ("weight", "bias")}
+
+
+def check_model(name: str, revision: str | None = None, *, option: str = "model_name_or_path") -> None:
+    """Check that a model can be found, by its configuration.
+
+    Args:
+        name: A folder or Hub id, of a model or an adapter.
+        revision: Revision of the Hub repository.
+        option: Option that has the name, for the message.
+
+    Raises:
+        ValueError: If the model cannot be found.
+    """
+    folder = find_model_folder(name, option)
+    if folder is not None:
+        find_adapters(str(folder))
+        return
+    try:
+        cached_file(name, "config.json", revision=revision)
+    except OSError as error:
+        if hub_file(name, CONFIG, revision):
+            return
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{option}={name!r} is not a folder{nearest_folder(Path(name)) or ','} and cannot be found on the Hub: "
+            f"{reason}. Expected a folder with config.json or adapter_config.json, or a Hub id such as "
+            "'Qwen/Qwen2.5-0.5B-Instruct'."
+        ) from error

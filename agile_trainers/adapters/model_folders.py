@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from agile_trainers.adapters import templates
+from agile_trainers.adapters import untrusted
 from agile_trainers.adapters.folders import check_index, read_json
 
 _SETTINGS, _LONGEST_PATH = ("tokenizer_config.json", "special_tokens_map.json"), 4000
@@ -61,8 +61,8 @@ def check_model_folder(model: str, revision: str | None = None) -> None:
     for name in (*_INDICES, *([other] if isinstance(other, str) else [])):
         if (path := find(name)).is_file():
             check_index(path)
-    more = sorted(folder.glob(templates.MORE)) if local else []
-    templates.check_templates(find(_SETTINGS[0]), [find(templates.FILE), *more])
+    more = sorted(folder.glob(untrusted.MORE)) if local else []
+    untrusted.check_templates(find(_SETTINGS[0]), [find(untrusted.FILE), *more])
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:

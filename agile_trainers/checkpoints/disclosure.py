@@ -1,8 +1,10 @@
-"""Decides what of a run may leave the machine: which files are pushed, and which values of its settings they hold.
+"""Decides what of a run may leave the machine: which files are pushed, which of their fields, and which values of settings.
 
-Both are lists of what may leave. Any other value of an environment's arguments and of the options is written as its type and
-an HMAC with a key that only this user can read, so that a resumed run can tell whether it changed. What is written into a
-folder with a model, and what trackers receive, is this view.
+Each is a list of what may leave: :func:`copy_public` copies these files, and what is not listed stays. Text is masked where
+it looks like a secret: keys and tokens of known forms, private keys, and values named as a password. Any other value of an
+environment's arguments and of the options is written as its type and an HMAC with a key that only this user can read, so
+that a resumed run can tell whether it changed. What is written into a folder with a model, and what trackers get, is this
+view.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +29,15 @@ from transformers.utils import logging
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.forms import WITHHELD
-from agile_trainers.checkpoints.integrity import MARKER
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.integrity import MARKER, POSITION, mark_complete
 from agile_trainers.checkpoints.signing import keyed_digest
 from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
-from agile_trainers.records.plain import replacing
-from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
+from agile_trainers.records.digests import DIGESTS
+from agile_trainers.records.plain import replacing, to_json
+from agile_trainers.records.reader import read_rows
+from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, write_episodes
 
 logger = logging.get_logger(__name__)
 
@@ -56,6 +64,8 @@ EPISODE_FILES = tuple(
     f"{ROLLOUTS}/*/{name}" for name in (RUN, METRICS, FINDINGS, VOCABULARY_FILE, "train-*.parquet", "eval-*.parquet")
 )
 """Files of ``output_dir`` with episodes, and what is known of their run."""
+STAGE = ".push-"
+"""Prefix of the folders below ``output_dir`` that hold the files of an upload."""
 PRIVATE = "private.json"
 """File in ``output_dir`` with the arguments of the run as they are. Only this user can read it, and it is never pushed."""
 
@@ -73,13 +83,112 @@ _WORDS = frozenset((
 _BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
 """Options that are numbers by name."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{1,40}")
-_SHORTEST_SECRET = 8
 _TOKENIZER_FIELDS = frozenset((
     "tokenizer_class", "processor_class", "auto_map", "backend", "added_tokens_decoder", "additional_special_tokens",
     "extra_special_tokens", "model_specific_special_tokens", "chat_template", "padding_side", "truncation_side",
     "model_input_names", "split_special_tokens", "max_length", "stride", "truncation_strategy", "pad_token_type_id",
 ))  # fmt: skip
 """Fields of ``tokenizer_config.json`` that transformers defines, besides the arguments of the tokenizer's class."""
+
+
+_RUN_FIELDS = ("format", "kind", "started", "run", "algorithm", "policy", "model", "environment", "seed", "options")
+"""Fields of ``run.json`` that may leave."""
+_FINDING = ("name", "step", "advice")
+"""Fields of a finding that may leave; its evidence quotes episodes."""
+_JSON, _TEXTS = ("prompt", "reset_info", "row"), ("error", "environment")
+"""Columns of an episode with text, as JSON and as it is."""
+_TOKENS = ("prompt_ids", "completion_ids", "paths")
+"""Columns that spell the text of an episode."""
+MASK = "***"
+_SHORTEST_SECRET = 8
+"""Characters of the shortest value that its name makes a secret: shorter ones are mostly numbers and words of games."""
+_SHORT = 200
+"""Characters of the longest text whose masked form is remembered."""
+_NAMES = (
+    r"(?:api|access|private|account)[_\-]?key|token|secret|passw(?:or)?d|passphrase|pwd|auth|authorization|bearer|cookie"
+    r"|credential"
+)
+_FORMS = (
+    # Each is tried at every place of a text: none may read far ahead from many places, or long texts take hours.
+    # Keys with the prefixes that services give them.
+    r"\bhf_[A-Za-z0-9]{16,}", r"\b[srp]k[-_][\w\-]{16,}", r"\bgh[pousr]_[A-Za-z0-9]{16,}", r"\bgithub_pat_\w{16,}",
+    r"\bgl[a-z]{2,4}-[\w\-]{16,}", r"\bxox[a-z]-[\w\-]{8,}", r"\bxapp-[\w\-]{8,}", r"\bA(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",
+    r"\bAIza[\w\-]{20,}", r"\bya29\.[\w\-.]{16,}", r"\bGOCSPX-[\w\-]{16,}", r"\bnpm_[A-Za-z0-9]{16,}", r"\bpypi-[\w\-]{16,}",
+    r"\bdo[opr]_v1_[a-f0-9]{16,}", r"\bSG\.[\w\-]{8,}\.[\w\-]{8,}", r"\bwhsec_[\w+/=]{16,}", r"\bdapi[a-f0-9]{16,}",
+    r"\b(?:gsk|r8|shp[a-z]{2}|lin_api|secret|fig[dm]|ntn|sq0[a-z]{3}|nvapi|pcsk|tgp_v1|key)[-_][\w\-]{16,}",
+    r"\bSK[a-f0-9]{32}\b", r"\bAGE-SECRET-KEY-1[A-Z0-9]{16,}", r"\bhvs\.[\w\-]{16,}", r"\b\d{8,10}:[\w\-]{30,}",
+    r"(?<=hooks\.slack\.com/services/)[\w/]{8,}", r"(?<=/api/webhooks/)[\w/\-]{8,}",
+    # JSON Web Tokens, private keys, the user part of an address, headers.
+    r"(?<![\w\-])eyJ[\w\-]{6,}\.[\w\-]{6,}(?:\.[\w\-]*)?", r"(?<=://)[^/@\s\"']+(?=@)",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    r"(?P<header>\b(?i:bearer|basic)\s+)[\w+/=.~\-]{12,}",
+    # Parameters of an address, and values of at least eight characters as JSON, YAML and shells write them, by their name.
+    r"(?P<parameter>[?&;][\w\-]*(?i:key|token|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)s?=)[^\s&\"'<>]+",
+    r"(?P<name>(?i:" + _NAMES + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
+    r"(?:(?P<quote>\\?[\"'])[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
+)  # fmt: skip
+_SECRET = re.compile("|".join(_FORMS), re.DOTALL)
+_NAMED = re.compile(rf"(?![a-z]{{3,5}}_token$)[\w\-.]*(?:{_NAMES})s?", re.IGNORECASE)
+"""Names of secrets; those of a tokenizer's special tokens (``eos_token``) are none."""
+
+
+# ------------------------------------------------------------------------------------------------------------ secrets
+
+
+def mask(text: str) -> tuple[str, int]:
+    """Replace what looks like a secret in a text by ``***``. Names of values stay.
+
+    Args:
+        text: Any text, also JSON or an address.
+
+    Returns:
+        The text, and the number of secrets that were replaced.
+    """
+    # Episodes repeat short texts: a game's words, the names of `info`.
+    return _mask_again(text) if len(text) <= _SHORT else _mask(text)
+
+
+def _mask(text: str) -> tuple[str, int]:
+    def replaced(found: re.Match[str]) -> str:
+        return "".join(found[group] or "" for group in ("header", "parameter", "name", "quote")) + MASK
+
+    return _SECRET.subn(replaced, text)
+
+
+_mask_again = lru_cache(maxsize=4096)(_mask)
+
+
+class Masker:
+    """Copies values with what looks like a secret masked, and counts what it masked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Secrets so far."""
+
+    def __call__(self, value: Any, name: str = "") -> Any:
+        """Copy a value with every text in it masked, also in dictionaries (their names too), lists and tuples.
+
+        Args:
+            value: Any value.
+            name: Its name; a text without spaces under the name of a secret is masked whatever it looks like.
+        """
+        if isinstance(value, str):
+            if _NAMED.fullmatch(name) and len(value) >= _SHORTEST_SECRET and not re.search(r"\s", value):
+                self.count += 1
+                return MASK
+            text, count = mask(value)
+            self.count += count
+            return text
+        if isinstance(value, dict):
+            return {self(key): self(one, str(key)) for key, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self(one, name) for one in value)
+        return value
+
+
+def masked(value: Any) -> Any:
+    """Copy a value with what looks like a secret masked, see :class:`Masker`."""
+    return Masker()(value)
 
 
 # ------------------------------------------------------------------------------------------------------------- values
@@ -313,27 +422,25 @@ def public_path(name: str) -> str:
     return Path(name).name if name.startswith(("/", "~", ".")) or os.path.isdir(name) else name
 
 
-def shorten_paths(folder: Path) -> set[Path]:
-    """Leave of each folder that the record of a copy names its last part; return the changed files.
+def shorten_paths(folder: Path) -> bool:
+    """Leave of each folder that the record of a copy names its last part; return whether the record changed.
 
     ``adapter_config.json`` stays: PEFT loads the base model by the path in it.
 
     Args:
         folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
     """
-    changed = set()
     path = folder / RECORD
     content = read_json(path) if path.is_file() else {}
-    places = [(content.get("base_model") or {}, "name")]
-    stage = content.get("parent")
+    places, stage = [(content.get("base_model") or {}, "name")], content.get("parent")
     while stage:
         places.append((stage, "source"))
         stage = stage.get("parent")
+    changed = False
     for holder, key in places:
         name = holder.get(key)
         if isinstance(name, str) and public_path(name) != name:
-            holder[key] = public_path(name)
-            changed.add(path)
+            holder[key], changed = public_path(name), True
     if changed:
         write_json(path, content)
     return changed
@@ -365,3 +472,170 @@ def clean_tokenizer(folder: Path, tokenizer: Any) -> None:
     }  # fmt: skip
     if kept != content:
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+
+
+@dataclass
+class Text:
+    """The text of episodes that is pushed."""
+
+    episodes: int = 0
+    characters: int = 0
+    masked: int = 0
+    """Secrets of a known form, which are masked."""
+    touched: int = 0
+    """Episodes that held them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.characters:,} characters of {self.episodes:,} episodes: prompts, answers, observations and rows. "
+            f"{self.masked:,} secrets of a known form are masked, in {self.touched:,} episodes, whose token ids are left "
+            f"out. Secrets of another form are not recognized; the text of {self.episodes - self.touched:,} episodes is as "
+            "it was played."
+        )
+
+
+def copy_public(files: Mapping[Path, Path], output_dir: Path, episodes: bool) -> tuple[Path, Text | None]:
+    """Copy the files of a push, with the fields that may leave and no others, into a folder below ``output_dir``.
+
+    Args:
+        files: Relative path of each file to the folder it lies in. Files of checkpoints no longer change and are
+            hard-linked where the file system allows it; files of ``output_dir`` itself are copied.
+        output_dir: Parent of the new folder.
+        episodes: See :func:`disclose`.
+
+    Returns:
+        The folder, which the caller removes, and the text of the episodes in it; None without any.
+
+    Raises:
+        OSError: If the disk is full, or a file cannot be read. Nothing is left behind then.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=STAGE, dir=output_dir))
+    try:
+        for path, source in files.items():
+            put = shutil.copy2 if source == output_dir else _link
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            put(source / path, folder / path)
+        return folder, disclose(folder, episodes)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # no links on this file system, or not between the two; a full disk shows when copying
+        shutil.copy2(source, target)
+
+
+def disclose(folder: Path, episodes: bool) -> Text | None:
+    """Leave in the files of a copy what may leave the machine, and write a checkpoint's marker anew.
+
+    Args:
+        folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
+        episodes: Whether episodes of a checkpoint may leave. Without them, what the run's diagnosis and its task sampling
+            remember of them is left out too. Those in which a secret was masked do not leave, since their tensors spell it.
+
+    Returns:
+        The text of the episodes in it; None without any.
+    """
+    text, changed = Text(), {folder / RECORD} if shorten_paths(folder) else set()
+
+    def rewrite_episodes(path: Path) -> None:
+        if path.name != VOCABULARY_FILE:
+            in_checkpoint = path.parent.name == "rollout"  # whose marker has the digests
+            digests = None if in_checkpoint else path.with_name(DIGESTS.replace("*", "pushed"))
+            write_episodes(path, [_masked_episode(row, text) for row in read_rows(path)], digests)
+
+    for pattern, rewrite in {"**/*.parquet": rewrite_episodes, **_REWRITTEN}.items():
+        for path in map(folder.joinpath, matching(folder, [pattern])):
+            rewrite(path)
+            changed.add(path)
+    if text.masked or not episodes:
+        for name in matching(folder, ROLLOUT_FILES):
+            (folder / name).unlink()
+        if (position := folder / POSITION).is_file():
+            write_json(position, {**read_json(position), "watch": {}, "tasks": {}})
+            changed.add(position)
+    if (folder / MARKER).is_file():
+        listed = read_json(folder / MARKER)["files"]
+        mark_complete(folder, {name: one for name, one in listed.items() if folder / name not in changed})
+    return text if text.episodes else None
+
+
+def numbers(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a dictionary that are numbers, truth values or None."""
+    return {
+        masked(name): value for name, value in content.items() if value is None or isinstance(value, (bool, int, float))
+    }
+
+
+def _rewrite_run(path: Path) -> None:
+    info = read_json(path)
+    found = {name: masked(value) for name, value in info.items() if name in _RUN_FIELDS}
+    found |= {name: public_path(found[name]) for name in ("model", "policy") if isinstance(found.get(name), str)}
+    if isinstance(found.get("environment"), str):
+        found["environment"] = describe_environment(info["environment"])["environment"]
+    options = info.get("options")
+    if isinstance(options, dict):
+        found["options"] = public_options(options, public=options.get("public_values") or ())
+    write_json(path, masked(found))
+
+
+def _rewrite_state(path: Path) -> None:
+    content = read_json(path)
+    history = [numbers(entry) for entry in content.get("log_history", [])]
+    write_json(path, {**numbers(content), "log_history": history, "stateful_callbacks": {}})
+
+
+def _rewrite_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Rewrite a file of JSON lines; half a line of a killed run is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, AttributeError):
+            lines.append(json.dumps(change(json.loads(line))))
+    _replace(path, "".join(f"{line}\n" for line in lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    path.unlink()
+    path.write_text(text, encoding="utf-8")
+
+
+_REWRITTEN: dict[str, Callable[[Path], None]] = {
+    f"**/{RUN}": _rewrite_run,
+    f"**/{METRICS}": lambda path: _rewrite_lines(path, numbers),
+    f"**/{FINDINGS}": lambda path: _rewrite_lines(
+        path, lambda finding: {"evidence": "", **{name: masked(finding.get(name)) for name in _FINDING}}
+    ),
+    "**/*.jinja": lambda path: _replace(path, masked(path.read_text(encoding="utf-8"))),
+    "trainer_state.json": _rewrite_state,
+}
+"""Files of which a part may leave. Weights, tokenizers, adapters' settings and tensors leave as they are."""
+
+
+def _masked_episode(row: dict[str, Any], text: Text) -> dict[str, Any]:
+    """Mask the texts of an episode. Where something was masked, the token ids, which spell it, are left out."""
+    masker = Masker()
+
+    def texts(holder: dict[str, Any], as_json: tuple[str, ...], plain: tuple[str, ...]) -> dict[str, Any]:
+        changed = {name: to_json(masker(json.loads(holder[name]))) for name in as_json if holder[name] is not None}
+        changed |= {name: masker(holder[name]) for name in plain if holder[name] is not None}
+        text.characters += sum(len(one) for one in changed.values())
+        return {**holder, **changed}
+
+    masked_row = texts(row, _JSON, _TEXTS)
+    masked_row["turns"] = [
+        texts(turn, ("info", "messages", "observation"), ("text", "fork")) if turn["observation_is_json"]
+        else texts(turn, ("info", "messages"), ("text", "fork", "observation"))
+        for turn in row["turns"]
+    ]  # fmt: skip
+    text.episodes += 1
+    text.masked += masker.count
+    if masker.count:
+        text.touched += 1
+        masked_row |= dict.fromkeys(_TOKENS)
+    return masked_row

@@ -1,16 +1,24 @@
-"""Pushes a run to the Hub. :mod:`~agile_trainers.checkpoints.disclosure` lists the files, and what of them may leave."""
+"""Pushes a run to the Hub, also in the background; :func:`~agile_trainers.checkpoints.disclosure.copy_public` says what."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, auth_check, create_repo, upload_folder
+from huggingface_hub import (
+    CommitInfo,
+    HfApi,
+    auth_check,
+    create_repo,
+    get_session,
+    set_client_factory,
+    upload_folder,
+)
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -19,11 +27,20 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from peft import PeftModel
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_chain,
+    wait_fixed,
+)
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import logging
+from transformers.utils import PushInProgress, logging
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.background_pushes import BackgroundPushes, limit_silence, remove_stages, stage
 from agile_trainers.checkpoints.disclosure import (
     ADAPTER_FILES,
     CARD,
@@ -32,17 +49,22 @@ from agile_trainers.checkpoints.disclosure import (
     MODEL_FILES,
     PRIVATE,
     ROLLOUT_FILES,
+    STAGE,
     STATE_FILES,
     TOKENIZER_FILES,
+    Masker,
+    Text,
+    copy_public,
     matching,
     shorten_paths,
 )
-from agile_trainers.checkpoints.public_files import Text, disclose, disclose_checkpoint
-from agile_trainers.checkpoints.secrets import Masker
 
 logger = logging.get_logger(__name__)
 
-
+WAITS = (2.0, 10.0, 60.0)
+"""Seconds of waiting before the second, third and fourth attempt of a push in the background."""
+SILENCE_SECONDS = 300.0
+"""Timeout for an answer of the Hub; the client of ``huggingface_hub`` has none."""
 _NOT_PUSHED = (PRIVATE, "checkpoint-*", "rollouts/*", "*.bin")
 """Files of an ``output_dir`` that the command for later leaves out: checkpoints are large, the others may hold secrets."""
 
@@ -82,6 +104,93 @@ def reporting_unreachable(name: str, folder: str | Path | None = None) -> Iterat
             f"Nothing was pushed to {name}: {reason}. The model is in {folder}. Push it later with "
             f"trainer.push_to_hub(), or: hf upload {name} {folder} . {excluded}"
         ) from error
+
+
+def limit_silence() -> None:
+    """Give the Hub client of this process a timeout, if it has none."""
+    client = get_session()
+    if client.timeout.read is None:
+        # A new one is made after an error of the connection, so the first one's timeout would not do.
+        made, hooks, follow = type(client), client.event_hooks, client.follow_redirects
+        set_client_factory(lambda: made(event_hooks=hooks, follow_redirects=follow, timeout=SILENCE_SECONDS))
+
+
+class BackgroundPushes(PushInProgress):
+    """Runs the uploads of a run one after another; retries where that can help, and reports what failed."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.failures: list[str] = []
+        """Uploads that failed, each with its reason."""
+        self._api = HfApi()
+        self._stop = threading.Event()
+
+    def submit(self, what: str, prepare: Callable[[], Path], upload: Callable[[Path], Any]) -> None:
+        """Prepare an upload now and run it in the background.
+
+        Args:
+            what: The upload's name in messages.
+            prepare: Makes the folder to upload. If the disk is full, this upload is given up and training goes on.
+            upload: Uploads that folder, which is removed afterwards.
+        """
+        try:
+            folder = prepare()
+        except OSError as error:
+            self._give_up(what, error)
+            return
+        self.jobs.append(self._api.run_as_future(self._push, what, folder, upload))
+
+    def cancel(self) -> None:
+        """Cancel the uploads that have not begun, and all retries. One that is running goes on."""
+        self._stop.set()
+        super().cancel()
+
+    def summarize(self) -> None:
+        """Log the uploads that failed, once."""
+        if self.failures:
+            logger.warning(
+                "%d of the run's pushes did not arrive:\n%s\nNothing is lost: the checkpoints are in output_dir. Push them "
+                "with trainer.push_to_hub(), or `hf upload`.",
+                len(self.failures), "\n".join(self.failures),
+            )  # fmt: skip
+            self.failures = []
+
+    def _push(self, what: str, folder: Path, upload: Callable[[Path], Any]) -> None:
+        def again(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            logger.warning(
+                "Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(error), state.upcoming_sleep
+            )
+
+        stop = stop_after_attempt(1 + len(WAITS)) | stop_when_event_set(self._stop)
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass), wait=wait_chain(*map(wait_fixed, WAITS)), stop=stop,
+            sleep=sleep_using_event(self._stop), before_sleep=again, reraise=True,
+        )  # fmt: skip
+        try:
+            retrying(upload, folder)
+        except Exception as error:
+            self._give_up(what, error)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self.failures.append(f"{what}: {_reason(error)}")
+        logger.warning("Pushing %s failed: %s. Training goes on.", what, _reason(error))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether another attempt may succeed."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code in (408, 429)
+    return isinstance(error, (HTTPError, OSError))
+
+
+def _reason(error: BaseException | None) -> str:
+    first = str(error).strip().splitlines()
+    response = getattr(error, "response", None)
+    status = f"{response.status_code} " if response is not None else ""
+    return f"{status}{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
 class HubPushes:
@@ -130,10 +239,8 @@ class HubPushes:
                 return upload(folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-        done = ThreadPoolExecutor(1)
-        pushed = done.submit(upload, folder)
+        pushed = HfApi().run_as_future(upload, folder)
         pushed.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
-        done.shutdown(wait=False)
         return pushed
 
     def push_checkpoint(self, folder: Path) -> None:
@@ -145,7 +252,8 @@ class HubPushes:
             return
         if trainer.push_in_progress is None:
             trainer.push_in_progress = BackgroundPushes()
-            remove_stages(Path(args.output_dir))
+            for left in Path(args.output_dir).glob(f"{STAGE}*"):  # by an upload that was killed
+                shutil.rmtree(left, ignore_errors=True)
         if not trainer.push_in_progress.is_done() and not args.hub_always_push:
             return
         trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
@@ -163,7 +271,7 @@ class HubPushes:
     def close(self) -> None:
         """Cancel the background pushes that have not begun."""
         if isinstance(getattr(self._trainer, "push_in_progress", None), BackgroundPushes):
-            self._trainer.push_in_progress.close()
+            self._trainer.push_in_progress.cancel()
 
     def _push_later(self, folder: Path, message: str, path_in_repo: str | None = None) -> None:
         self._trainer.push_in_progress.submit(
@@ -182,13 +290,12 @@ class HubPushes:
                      if path_in_repo is not None or extra in self._extras]  # fmt: skip
         if path_in_repo is not None:
             patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]
-            staged = stage(dict.fromkeys(matching(folder, patterns), folder), output_dir)
-            self._say(disclose_checkpoint(staged, episodes))
-            return staged
         chosen = dict.fromkeys(matching(folder, patterns), folder)
-        chosen |= dict.fromkeys(matching(output_dir, (CARD, CURVE, *(EPISODE_FILES if episodes else ()))), output_dir)
-        staged = stage(chosen, output_dir)
-        self._say(disclose(staged))
+        if path_in_repo is None:
+            beside = (CARD, CURVE, *(EPISODE_FILES if episodes else ()))
+            chosen |= dict.fromkeys(matching(output_dir, beside), output_dir)
+        staged, text = copy_public(chosen, output_dir, episodes)
+        self._say(text)
         return staged
 
     def _say(self, text: Text | None) -> None:

@@ -1,24 +1,32 @@
-"""Writes model cards: base model, environment, evaluation, baselines, learning curve, options and lineage."""
+"""Writes the model card of a run into every folder that it saves a model to, and adds later results to a card."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCardData
-from trl import GRPOConfig
+import yaml
+from huggingface_hub import EvalResult, ModelCardData, metadata_load, metadata_save
+from huggingface_hub.repocard_data import eval_results_to_model_index
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options, public_path
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.adapters.folders import is_cached
+from agile_trainers.checkpoints.disclosure import CARD, CURVE, masked, public_options, public_path
 from agile_trainers.imports import matplotlib_apart
+from agile_trainers.records.plain import replacing
+
+logger = logging.get_logger(__name__)
 
 _SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps",
@@ -34,6 +42,8 @@ SMOOTHED = 9
 BEFORE = "before training"
 """Name of the baseline that an evaluation at update 0 gives."""
 _ROLES = {CRITIC: "The critic", REFERENCE: "The reference policy"}
+_UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of PyYAML, and of values that are of another form than a model index."""
 Baselines = Mapping[str, Mapping[str, float]]
 """Name to metrics as an evaluation logs them: ``eval_return``, ``eval_success``, ..."""
 
@@ -85,6 +95,14 @@ def model_card(
     base = record["base_model"]["name"]
     local = base is None or public_path(base) != base
     evaluations, baselines, measured = _evaluations(log_history, baselines or {}), baselines or {}, measure(log_history)
+    results = []
+    if evaluations and record["environment"]:
+        last, metric = evaluations[-1], f"eval_{measured}"
+        played = {"episodes_of": "evaluations during the run", "episodes": int(last.get("eval_episodes", 0))}
+        error = {"standard_error": round(last[f"{metric}_sem"], 4)}
+        results = [
+            result(record["environment"], "mean_reward", f"mean episode {measured}", last[metric], played | error)
+        ]
     metadata = ModelCardData(
         base_model=None if local else base,
         datasets=dataset,
@@ -92,9 +110,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=list(tags),
         model_name=name,
-        eval_results=[_result(record["environment"], evaluations[-1], measured)]
-        if evaluations and record["environment"]
-        else None,
+        eval_results=results or None,
     )
     base_name = public_path(base) if base else "a model made in code"
     is_name = base is None or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base_name)
@@ -140,22 +156,6 @@ def measure(log_history: Sequence[Mapping[str, Any]]) -> str:
     names = {name.removeprefix("eval_") for entry in log_history for name in entry}
     own = {name for name in names if name.startswith("rewards/") and not name.startswith("rewards/environment/")}
     return "reward" if own else "return"
-
-
-def _result(environment: str, metrics: Mapping[str, Any], measured: str) -> EvalResult:
-    return EvalResult(
-        task_type="reinforcement-learning",
-        dataset_type=environment,
-        dataset_name=environment,
-        metric_type="mean_reward",
-        metric_name=f"mean episode {measured}",
-        metric_value=round(metrics[f"eval_{measured}"], 4),
-        metric_args={
-            "episodes_of": "evaluations during the run",
-            "episodes": int(metrics.get("eval_episodes", 0)),
-            "standard_error": round(metrics[f"eval_{measured}_sem"], 4),
-        },
-    )
 
 
 def _evaluation_rows(
@@ -323,3 +323,199 @@ def write_card(folder: Path, text: str, picture: bytes | None) -> None:
         if (folder / name / "adapter_config.json").is_file():
             lines = f"# {name}\n\n{role} of the model in the folder above, whose card describes the run.\n"
             (folder / name / "README.md").write_text(f"---\nlibrary_name: peft\n---\n\n{lines}", encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+@contextmanager
+def _losing_only_the_card(folder: Path) -> Iterator[None]:
+    """Warn of an error inside the block and go on, since a card must not keep a model from being saved."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning(
+            "The model card of %s was not written (%s: %s). The model is saved all the same.",
+            folder, type(error).__name__, str(error)[:300],
+        )  # fmt: skip
+
+
+class RunCards:
+    """Writes model cards on the main process, and keeps what they compare the run with.
+
+    Args:
+        trainer: After TRL's own constructor.
+        tags: Tags of every card.
+        paper: The algorithm's paper, in the form of TRL's ``_paper``.
+        record: Makes the record that a card is written from.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        tags: Sequence[str],
+        paper: Mapping[str, str],
+        record: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._trainer: Any = trainer
+        self._tags, self._paper, self._record = tags, paper, record
+        self._dataset: str | None = None
+        self._picture: tuple[bytes, bytes | None] = b"", None
+        """Digest of what the last curve shows, which is as long as the run, and the curve."""
+        self.baselines: dict[str, Mapping[str, float]] = {}
+        """Results to compare with, by name: ``eval_return``, ``eval_success`` and ``eval_episodes``, as far as known."""
+
+    def note_evaluation(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Take an evaluation of the untrained policy as a baseline."""
+        if prefix == "eval" and self._trainer.state.global_step == 0:
+            self.baselines[BEFORE] = dict(metrics)
+
+    def write(
+        self,
+        folder: Path,
+        *,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        """Write ``README.md`` and the learning curve into a folder that holds the model.
+
+        Args:
+            folder: Folder of the model.
+            model_name: Title. Default: the last part of ``hub_model_id`` for ``output_dir``, else the folder's name.
+            dataset_name: Hub id of the rows, if there were any; the cards written later name it too.
+            tags: More tags.
+        """
+        with _losing_only_the_card(folder):
+            trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
+            name, log = folder.absolute().name, trainer.state.log_history
+            self._dataset = dataset_name or self._dataset
+            if folder.absolute() == output_dir.absolute():
+                model_id = trainer.hub_model_id or name
+            else:
+                model_id = f"{output_dir.absolute().name}/{name}" if name.startswith("checkpoint-") else name
+            shown = panels(log, self.baselines)
+            digest = sha256(repr(shown).encode()).digest()
+            if self._picture[0] != digest:  # a checkpoint needs it twice
+                self._picture = digest, draw_curve(shown) if shown else None
+            text = model_card(
+                name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
+                model_id=model_id,
+                record=self._record(),
+                log_history=log,
+                options=hyperparameters(trainer.args),
+                tags=sorted({*self._tags, *tags}),
+                trainer=type(trainer).__name__,
+                dataset=self._dataset,
+                paper=self._paper,
+                baselines=self.baselines,
+                chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+            )
+            write_card(folder, text, self._picture[1])
+
+
+def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args: Any, log: Any, rows: str) -> None:
+    """Write the model card of a run with one of TRL's trainers on rows.
+
+    Args:
+        folder: Folder of the model.
+        name: Title, and the folder under which the card loads the model.
+        record: See :func:`~agile_trainers.checkpoints.record.record_without_environment`.
+        args: The trainer's configuration.
+        log: ``trainer.state.log_history``.
+        rows: Name of the rows.
+    """
+    with _losing_only_the_card(folder):
+        shown = panels(log)
+        text = model_card(
+            name=name,
+            model_id=name,
+            record=record,
+            log_history=log,
+            options=hyperparameters(args),
+            tags=["agile-trainers", record["algorithm"].lower(), "trl"],
+            trainer="MultiTurnGRPOTrainer",
+            rows=rows,
+        )
+        write_card(folder, text, draw_curve(shown) if shown else None)
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def result(environment: str, metric: str, name: str, value: float, arguments: Mapping[str, Any]) -> EvalResult:
+    """Make a row of a card's ``model-index``.
+
+    Args:
+        environment: Id of the environment.
+        metric: The Hub's name of the measure.
+        name: Its name in words.
+        value: The result; four digits of it are shown.
+        arguments: What was played: number and kind of the episodes, limits, standard error.
+    """
+    return EvalResult(
+        task_type="reinforcement-learning",
+        dataset_type=environment,
+        dataset_name=environment,
+        metric_type=metric,
+        metric_name=name,
+        metric_value=round(value, 4),
+        metric_args=dict(arguments),
+    )
+
+
+def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
+    """Add results to the ``model-index`` of ``README.md``, which is created if it does not exist.
+
+    A result of the same environment and metric, played with the same limits on episodes of the same kind, takes the place of
+    the earlier one. The text below the metadata and the other metadata stay as they are; comments in the metadata are lost.
+
+    Args:
+        folder: Folder of the model.
+        results: The results.
+
+    Returns:
+        The card.
+
+    Raises:
+        ValueError: If the card is a link or no file, or its metadata cannot be read.
+        OSError: If the card cannot be written.
+    """
+    card, name = folder / CARD, folder.resolve().name
+    if (card.is_symlink() and not is_cached(card)) or (card.exists() and not card.is_file()):
+        raise ValueError(f"{card} is no regular file. Put a copy of the card there, or remove it.")
+    try:
+        data = (metadata_load(card) if card.is_file() else None) or {}
+        index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
+        with replacing(card) as partial:
+            partial.write_bytes(card.read_bytes() if card.is_file() else f"# {name}\n".encode())
+            metadata_save(partial, {**data, "model-index": index})
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"The metadata at the top of {card} cannot be read: {str(error)[:300]}. Correct or remove it."
+        ) from error
+    return card
+
+
+def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:
+    """Return a model index in which each result replaces that of the same environment, metric, limits and episodes."""
+    (first, *others) = index
+    kept = []
+    new = [
+        _key(result.task_type, result.dataset_type, result.metric_type, result.metric_name, result.metric_args)
+        for result in results
+    ]
+    for entry in first["results"]:
+        place = entry["task"]["type"], entry["dataset"]["type"]
+        metrics = [
+            one for one in entry["metrics"] if _key(*place, one["type"], one.get("name"), one.get("args")) not in new
+        ]
+        if metrics:
+            kept.append({**entry, "metrics": metrics})
+    (made,) = eval_results_to_model_index(first["name"], list(results))
+    return [{**first, "results": [*kept, *made["results"]]}, *others]
+
+
+def _key(task: str, environment: str, metric: str, name: str | None, arguments: Any) -> tuple[Any, ...]:
+    played = {key: (arguments or {}).get(key) for key in ("limits", "episodes_of")}
+    return task, environment, metric, name, played

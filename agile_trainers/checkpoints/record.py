@@ -22,14 +22,16 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
-from agile_trainers.adapters.folders import RECORD, CheckpointError, lora_settings, read_json, read_record, write_json
+from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
 from agile_trainers.adapters.loading import read_config
-from agile_trainers.adapters.patterns import check_patterns
+from agile_trainers.adapters.lora_settings import lora_settings
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.untrusted import check_patterns
 from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
     flat_environment,
+    masked,
     note_private,
     public_arguments,
     public_options,
@@ -46,7 +48,6 @@ from agile_trainers.checkpoints.integrity import (
 from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.records.reader import read_rows
 from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from agile_trainers.adapters.found import check_model
+from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.preflight import json_object
 from agile_trainers.embedded import make_tokenizer

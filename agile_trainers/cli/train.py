@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
-from agile_trainers.adapters.found import check_model
+from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_output, environment_arguments, missing

@@ -56,14 +56,3 @@ def with_args(config: type[T]) -> type[T]:
              for one in own_options(config)]  # fmt: skip
     config.__doc__ = f"{textwrap.dedent('    ' + (config.__doc__ or '')).rstrip()}\n\nArgs:\n" + "\n".join(lines) + "\n"
     return config
-
-
-def option_table(config: type) -> str:
-    """Write a markdown table of the options that a dataclass declares: name, default and description."""
-    rows = ["| option | default | meaning |", "|---|---|---|"]
-    for one in own_options(config):
-        default = default_of(one)
-        text, _, stands_for = one.metadata["help"].partition(" Default: ")
-        shown = stands_for.rstrip(".") if stands_for else "none" if default in (None, []) else f"`{default}`"
-        rows.append(f"| `{one.name}` | {shown} | {text} |".replace("||", r"\|\|"))
-    return "\n".join(rows)

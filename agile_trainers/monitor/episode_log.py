@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.monitor.evaluation_table import shown_messages
 from agile_trainers.monitor.health_metrics import health_metrics, task_of
 from agile_trainers.monitor.reporting import environment_summaries, training_summary

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.types import Message, Trajectory
 
 

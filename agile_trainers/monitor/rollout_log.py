@@ -16,7 +16,7 @@ from agile_trainers.checkpoints.record import RunCheckpoints
 from agile_trainers.envs.checker import describe_error
 from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.health_checks import HealthChecks
-from agile_trainers.objectives.clipping import importance_ratios, is_clipped
+from agile_trainers.objectives.ratios import importance_ratios, is_clipped
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.schema import TRAINED
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id

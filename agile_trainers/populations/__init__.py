@@ -1,11 +1,10 @@
 """Populations: members with hyperparameters of their own on one frozen base, selected and copied while they train."""
 
-from agile_trainers.populations.fitness import Score
 from agile_trainers.populations.hyperparameters import HyperparameterConfig, Range
 from agile_trainers.populations.lineage import Lineage, LineageEvent, Round
 from agile_trainers.populations.population import Population, PopulationError
 from agile_trainers.populations.processes import Processes, split_processes
-from agile_trainers.populations.selection import PBT, Halving, Selection, Strategy, Successor, Tournament
+from agile_trainers.populations.selection import PBT, Halving, Score, Selection, Strategy, Successor, Tournament
 
 __all__ = [
     "PBT",

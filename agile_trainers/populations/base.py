@@ -53,11 +53,6 @@ class SharedBase:
         adapters = adapters or self.adapters
         return base if adapters is None else OnBase(adapters, base)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the parameters and buffers."""
-        return sum(one.numel() * one.element_size() for one in (*self._base.parameters(), *self._base.buffers()))
-
     def digest(self) -> str:
         """Return a hash (SHA-256) of all parameters and buffers, names included."""
         digest = hashlib.sha256()
@@ -66,19 +61,6 @@ class SharedBase:
                 digest.update(name.encode())
                 digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-    def own_bytes(self, model: nn.Module, optimizer: Any) -> int:
-        """Return the bytes that a member adds to the base: adapters, value head and optimizer state.
-
-        Args:
-            model: Its trainer's model.
-            optimizer: Its trainer's.
-        """
-        shared = {one.data_ptr() for one in self._base.parameters()}
-        tensors: list[torch.Tensor] = [one for one in model.parameters() if one.data_ptr() not in shared]
-        states = getattr(optimizer, "optimizer", optimizer).state.values() if optimizer is not None else ()
-        tensors += [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
-        return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _sharing(parameter: nn.Parameter) -> nn.Parameter:

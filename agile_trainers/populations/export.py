@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.disclosure import ADAPTER_FILES, CARD, CURVE, MODEL_FILES, TOKENIZER_FILES, matching
+from agile_trainers.checkpoints.model_card import add_results, result
 from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent, with_error
 
 _VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
@@ -62,15 +62,9 @@ def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | No
     if found is None or found.fitness is None or trained != lineage.winner:
         return None
     error = {} if found.standard_error is None else {"standard_error": round(found.standard_error, 4)}
-    return EvalResult(
-        task_type="reinforcement-learning",
-        dataset_type=str(settings["environment"]),
-        dataset_name=str(settings["environment"]),
-        metric_type=str(settings["fitness"]),
-        metric_name=f"{settings['fitness']} on held-out episodes",
-        metric_value=round(found.fitness, 4),
-        metric_args={"episodes_of": "held-out episodes", "episodes": found.episodes, **error},
-    )
+    played = {"episodes_of": "held-out episodes", "episodes": found.episodes, **error}
+    name = f"{settings['fitness']} on held-out episodes"
+    return result(str(settings["environment"]), str(settings["fitness"]), name, found.fitness, played)
 
 
 def _section(lineage: Lineage, trained: LineageEvent) -> str:

@@ -32,10 +32,10 @@ HELD_OUT_FORM = Fields(
 )  # fmt: skip
 _FORM = Fields(
     {
-        "settings": {str: Any}, "events": [_EVENT], "base_bytes": Count, "member_bytes": {str: Count}, "finished": bool,
-        "best": (Count, None), "held_out": (HELD_OUT_FORM, None),
+        "settings": {str: Any}, "events": [_EVENT], "finished": bool, "best": (Count, None),
+        "held_out": (HELD_OUT_FORM, None),
     },
-    required=("settings", "events", "member_bytes"), only=True,
+    required=("settings", "events", "finished", "best", "held_out"), only=True,
 )  # fmt: skip
 
 
@@ -117,10 +117,6 @@ class Lineage:
     settings: dict[str, Any]
     """Algorithm, environment, strategy, ranges, rounds and others."""
     events: list[LineageEvent] = field(default_factory=list)
-    base_bytes: int = 0
-    """Bytes of the base model, which is there once."""
-    member_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each member: adapters, value head and optimizer state."""
     finished: bool = False
     """True if the search is over."""
     best: int | None = None
@@ -165,11 +161,8 @@ class Lineage:
             )
             for one in content.pop("events")
         ]
-        held_out = content.pop("held_out", None)
-        content["held_out"] = None if held_out is None else HeldOut(**held_out)
-        sizes = content["member_bytes"].items()
-        content["member_bytes"] = {int(member): size for member, size in sizes if member.isdecimal()}
-        return cls(events=events, **content)
+        held_out = content.pop("held_out")
+        return cls(events=events, held_out=None if held_out is None else HeldOut(**held_out), **content)
 
 
 def finite(value: float) -> float | None:

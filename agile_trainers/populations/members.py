@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from agile_trainers.adapters import POLICY, find_adapters
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.forms import NUMBER, Count, Fields
 from agile_trainers.adapters.loading import SavedAdapters, read_weights
-from agile_trainers.checkpoints.continued import continue_checkpoint
-from agile_trainers.checkpoints.integrity import checkpoints, step_of
+from agile_trainers.checkpoints.integrity import check_complete, checkpoints, mark_complete, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
@@ -30,7 +31,7 @@ from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_s
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.served_policy import SavedAdapter
-from agile_trainers.trainers.evaluation_data import rows_of
+from agile_trainers.trainers.evaluation import rows_of
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory
 
@@ -55,8 +56,6 @@ class Result:
     units: list[int]
     """The unit of each evaluation episode."""
     seconds: float
-    bytes: int
-    """Bytes that the member adds to the base."""
     failed: str = ""
     """The error that ended the round."""
     reported: bool = True
@@ -74,10 +73,10 @@ class Result:
 
 RESULT_FORM = Fields(
     {
-        **dict.fromkeys(("member", "round", "steps", "episodes", "bytes", "unreported"), Count), "units": [Count],
+        **dict.fromkeys(("member", "round", "steps", "episodes", "unreported"), Count), "units": [Count],
         "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "reported": bool, "lowest": (NUMBER, None),
     },
-    required=("member", "round", "steps", "episodes", "values", "units", "seconds", "bytes"), only=True,
+    required=("member", "round", "steps", "episodes", "values", "units", "seconds"), only=True,
 )  # fmt: skip
 
 
@@ -182,7 +181,7 @@ class Rounds:
             self._on_trainer(trainer, assignment.member)
         trainer.train(resume_from_checkpoint=True if checkpoints(assignment.folder) else None)
         trainer.save_model()
-        one.steps, one.bytes = trainer.state.global_step, self._base.own_bytes(trainer.model, trainer.optimizer)
+        one.steps = trainer.state.global_step
         if trainer.sampler.vllm is None:
             one.results = evaluate_trainer(trainer, evaluation)
         else:
@@ -212,7 +211,6 @@ class _Round:
 
     assignment: Assignment
     steps: int = 0
-    bytes: int = 0
     seconds: float = 0.0
     results: EpisodeResults | None = None
     failed: str = ""
@@ -251,7 +249,6 @@ class _Round:
             values,
             [] if self.results is None else numbered(self.results.units),
             self.seconds,
-            0 if failed else self.bytes,
             self.failed,
             fitness != "success"
             or self.results is None
@@ -385,3 +382,50 @@ def forget_checkpoints(folder: Path, before: int | None) -> None:
 def _let_go() -> None:
     """Free a trainer, which is part of cycles, and its memory on a GPU; on CPU the next one's start does so."""
     clear_device_cache(garbage_collection=torch.cuda.is_available())
+
+
+_STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
+
+
+def continue_checkpoint(checkpoint: Path, output_dir: Path, num_iterations: int) -> Path:
+    """Copy a checkpoint, its optimizer and random states included, into the folder of another run.
+
+    With another ``num_iterations`` a generation batch takes another number of optimizer steps. The step of the copy, and of
+    its learning rate schedule, is then the one at which a run with that number has played as many generation batches.
+
+    Args:
+        checkpoint: A complete checkpoint, saved at the end of a generation batch if ``num_iterations`` differs.
+        output_dir: Folder of the other run.
+        num_iterations: Of the other run.
+
+    Returns:
+        The copy, a complete checkpoint in ``output_dir``.
+
+    Raises:
+        CheckpointError: If the checkpoint is incomplete.
+        ValueError: If the other run has no such step.
+    """
+    check_complete(checkpoint)
+    record = read_json(checkpoint / RECORD)
+    ratio = Fraction(num_iterations, int(record["options"]["num_iterations"]))
+    step = ratio * int(record["global_step"])
+    if step.denominator != 1:
+        raise ValueError(
+            f"{checkpoint} cannot be continued with num_iterations={num_iterations}: step {record['global_step']} is inside "
+            "a generation batch of that run."
+        )
+    building, folder = output_dir / f"continued-{step}", output_dir / f"checkpoint-{step}"
+    shutil.rmtree(building, ignore_errors=True)  # left by a killed process
+    shutil.copytree(checkpoint, building)
+    # Without an id, the run that resumes here begins a branch.
+    write_json(building / RECORD, {**record, "global_step": int(step), "run_id": ""})
+    if ratio != 1:
+        state = read_json(building / _STATE)
+        write_json(building / _STATE, {**state, "global_step": int(step), "max_steps": int(ratio * state["max_steps"])})
+        schedule = torch.load(building / _SCHEDULER, weights_only=True)
+        schedule["last_epoch"] = int(step)
+        schedule["_step_count"] = int(step) + 1
+        torch.save(schedule, building / _SCHEDULER)
+    mark_complete(building)
+    building.rename(folder)
+    return folder

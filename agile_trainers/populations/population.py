@@ -18,13 +18,14 @@ from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from agile_trainers.adapters import find_adapters
-from agile_trainers.adapters.folders import lora_settings, read_form, write_json
+from agile_trainers.adapters.folders import read_form, write_json
 from agile_trainers.adapters.forms import Fields
-from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.adapters.lora_settings import changes_base, lora_settings
 from agile_trainers.checkpoints.disclosure import (
     check_public,
     differences,
     flat_environment,
+    masked,
     note_private,
     public_arguments,
     public_options,
@@ -34,13 +35,11 @@ from agile_trainers.checkpoints.disclosure import (
 from agile_trainers.checkpoints.hub import push_written
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
-from agile_trainers.populations.fitness import Score, ranked, with_failures
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
     Values,
@@ -61,7 +60,7 @@ from agile_trainers.populations.members import (
 )
 from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
-from agile_trainers.populations.selection import Strategy, Successor, strategy_of
+from agile_trainers.populations.selection import Score, Strategy, Successor, ranked, strategy_of, with_failures
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm
@@ -208,7 +207,7 @@ class Population:
             self._open(stack)
             own = math.ceil(self._members / self._processes.count)
             stack.enter_context(shared_engine(self._args, min(own, _MAX_ADAPTERS)))
-            lineage = self.lineage = Lineage(self.lineage.settings, base_bytes=self.base.bytes)
+            lineage = self.lineage = Lineage(self.lineage.settings)
             drawn = self._space.draw(self._members, np.random.default_rng([self._seed, 0]))
             living = [_Member(number, values) for number, values in enumerate(drawn)]
             lineage.events += [LineageEvent(0, one.number, "born", one.hyperparameters) for one in living]
@@ -230,7 +229,6 @@ class Population:
                 scores = _scores(living, results)
                 trained = self._trained(living, results, scores, end)
                 lineage.events += trained
-                lineage.member_bytes |= {result.member: result.bytes for result in results if not result.failed}
                 if scores:
                     lineage.best = ranked(scores)[0].member
                 elif number == 1:
@@ -459,8 +457,7 @@ class Population:
     def export(self, folder: str | Path, member: int | None = None) -> Path:
         """Copy the best policy of all rounds, or a member's last one, to a folder, which any later run takes as ``model``.
 
-        Tokenizer, card, critic and reference adapter are copied too, and ``lineage.json`` and its picture are written
-        beside them.
+        Tokenizer, card, critic and reference adapter are copied too, and ``lineage.json`` is written beside them.
 
         Args:
             folder: A new or empty folder.

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from agile_trainers.records.digests import digest_problem, has_digest
 from agile_trainers.records.plain import LARGEST_JSON, from_json
 from agile_trainers.records.prefixes import path_lengths
-from agile_trainers.records.schema import ADDED, EPISODE, LIGHT, VOCABULARY, WITHOUT_PATHS
+from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
 from agile_trainers.types import StopReason
 
@@ -161,7 +161,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         RecordsError: If the file cannot be read.
     """
-    return list(map(_completed, _read(path, None).to_pylist()))
+    return _read(path, None).to_pylist()
 
 
 def _episode_files(folder: Path) -> list[Path]:
@@ -209,12 +209,10 @@ def _opened(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetFile]:
                 raise ValueError(f"it has {file.metadata.num_columns:,} columns, expected at most {_MOST_COLUMNS:,}")
             found = file.schema_arrow
             for column in schema:
-                place, older = found.get_field_index(column.name), WITHOUT_PATHS.get(column.name, column.type)
+                place = found.get_field_index(column.name)
                 if place < 0:
-                    if older is None:
-                        continue
                     raise ValueError(f"it has no column {column.name!r}")
-                if found.field(place).type not in (column.type, older):
+                if found.field(place).type != column.type:
                     raise ValueError(f"its column {column.name!r} is {found.field(place).type}, expected {column.type}")
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(
@@ -275,19 +273,12 @@ def _episodes(path: Path, row: int | None = None) -> Iterator[dict[str, Any]]:
             first += size
 
 
-def _completed(episode: dict[str, Any]) -> dict[str, Any]:
-    """Return an episode with the columns and the fields of turns that a file of format 2 lacks, as None."""
-    turns = [turn and turn | {name: turn.get(name) for name in ADDED} for turn in episode["turns"] or ()]
-    return episode | {"turns": turns, "paths": episode.get("paths")}
-
-
 def _decoded(episode: dict[str, Any]) -> dict[str, Any]:
-    episode = _completed(episode)
     for name in _JSON:
         episode[name] = _cell(episode[name])
     for name in ("prompt_ids", "completion_ids", "turn_ids"):
         episode[name] = [-1 if token is None else token for token in episode[name] or ()]
-    episode["turns"] = [turn for turn in episode["turns"] if turn is not None]
+    episode["turns"] = [turn for turn in episode["turns"] or () if turn is not None]
     _check_paths(episode)
     for turn in episode["turns"]:
         turn["info"], turn["messages"] = _cell(turn["info"]), _cell(turn["messages"])

@@ -29,7 +29,7 @@ TURN = pa.struct({
     "advantage": pa.float32(),
     "value": pa.float32(),  # the critic's, before the action
     "info": pa.string(),  # JSON
-    # Files of format 2 lack what follows, and `paths`. The first five are of an episode of several paths; null in others.
+    # The next five are of an episode of several paths; null in others.
     "path": pa.int32(),  # which holds the action
     "place": pa.int32(),  # of the first action token in it; the tokens before it are the prompt
     "parent": pa.int32(),  # the turn that it goes on from; null without any
@@ -79,15 +79,8 @@ EPISODE = pa.schema({
 
 TRAINED = ("logprobs", "advantages", "ratios", "clipped", "kl")
 """Token columns that only an update fills."""
-# Checkpoints of runs begun before episodes had paths hold episodes in format 2, which a resumed run reads; so does
-# `benchmarks/same_weights.py --resume`, which goes on from such checkpoints.
 ADDED = ("path", "place", "parent", "rewarded", "fork", "messages", "question")
-"""Fields of a turn that files of format 2 lack."""
-WITHOUT_PATHS = {
-    "turns": pa.list_(pa.struct([TURN.field(n) for n in range(TURN.num_fields) if TURN.field(n).name not in ADDED])),
-    "paths": None,
-}
-"""Types in files of format 2 of the columns that are others now, None of one that is not there."""
+"""Fields of a turn that are null in an ordinary one."""
 LIGHT = tuple(name for name in EPISODE.names[: EPISODE.names.index("prompt")] if name != "row")
 """Columns of the index of a run: numbers and short texts."""
 VOCABULARY = pa.schema({"id": pa.int32(), "piece": pa.binary(), "special": pa.bool_()})

@@ -23,7 +23,6 @@ from agile_trainers.envs.checker import (
 )
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.imports import pass_on_interrupt
-from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -35,7 +34,7 @@ from agile_trainers.rollout.replay import (
     noise_state,
     set_noise_state,
 )
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
+from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits, cut_observation
 from agile_trainers.types import Message, StopReason, Trajectory, Turn, common_prefix
 
 

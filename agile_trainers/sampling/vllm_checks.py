@@ -11,8 +11,7 @@ import torch
 from peft import LoraConfig, PeftType
 from transformers.utils import logging
 
-from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
-from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.adapters.lora_settings import NOT_LORA_SETTINGS, changes_base
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.checks import fitting_context
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_token

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 from peft import PeftModel
 
-from agile_trainers.adapters.snapshots import Snapshots
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.engine import RolloutEngine

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
-from agile_trainers.adapters.found import check_model
-from agile_trainers.adapters.loading import CONFIG, OnBase
+from agile_trainers.adapters.loading import CONFIG, OnBase, check_model
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.imports import nearest
 

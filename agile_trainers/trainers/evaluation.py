@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from itertools import islice
 from typing import Any
 
 from accelerate import Accelerator
+from transformers import SchedulerType
 
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.evaluation.results import evaluation_episodes, gather_evaluation, in_order
+from agile_trainers.imports import nearest
 from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.rollout.engine import RolloutEngine
@@ -92,3 +96,123 @@ class EpisodeEvaluator:
         metrics = evaluation_summary(results, rewarded, scores, prefix, started, only_return=only_return)
         extra = self._rewards.drain_columns(len(specs))
         return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)
+
+
+_KEPT = ("prompt", "image", "images")
+"""Columns that ``remove_unused_columns`` keeps, in TRL too."""
+_ALWAYS_EVALUATED = ("return", "reward", "success")
+"""Metrics by which a policy is usually chosen, of every evaluation (``success`` if the environment reports it)."""
+
+
+def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
+    """Select the columns that are played: all, or those that TRL keeps with ``remove_unused_columns``.
+
+    Raises:
+        ValueError: If no column is left.
+    """
+    if not args.remove_unused_columns or dataset is None:
+        return dataset
+    if isinstance(dataset, dict):
+        return {key: kept_columns(args, part, f"{name}[{key!r}]") for key, part in dataset.items()}
+    columns = _columns(dataset)
+    kept = [column for column in columns if column in _KEPT]
+    if not kept:
+        raise ValueError(
+            f"remove_unused_columns=True leaves no column of {name}, whose columns are {', '.join(columns)}; it keeps "
+            "'prompt' only. Set remove_unused_columns=False, with which reset gets all columns."
+        )
+    return dataset.select_columns(kept)
+
+
+def rows_of(eval_rows: Any, eval_dataset: Any) -> Any:
+    """Return the rows that ``evaluate(eval_dataset)`` plays: the trainer's for None, one data set for its name.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if not isinstance(eval_dataset, str):
+        return eval_rows if eval_dataset is None else eval_dataset
+    names = list(eval_rows) if isinstance(eval_rows, dict) else []
+    if eval_dataset not in names:
+        there = f"there are {', '.join(map(repr, names))}" if names else "the trainer's eval_dataset is not a dict"
+        raise ValueError(f"eval_dataset={eval_dataset!r} must name an evaluation data set: {there}.")
+    return eval_rows[eval_dataset]
+
+
+def played_columns(train_dataset: Any, eval_dataset: Any, *, evaluates: bool) -> dict[str, list[str]]:
+    """List the columns of the data sets that a run plays, by name of the data set; none where it plays seeds.
+
+    Args:
+        train_dataset: The user's, or None.
+        eval_dataset: The user's, one or several by name, or None.
+        evaluates: True if the run evaluates while it trains.
+    """
+    played = {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        played |= {f"eval_dataset[{name!r}]": part for name, part in eval_dataset.items()}
+    elif eval_dataset is not None or evaluates:
+        played["eval_dataset"] = eval_dataset
+    return {name: [] if dataset is None else _columns(dataset) for name, dataset in played.items()}
+
+
+def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: Any) -> MultiTurnConfig:
+    """Fill in ``metric_for_best_model`` where it is needed: the reward with reward functions, else the return.
+
+    Args:
+        args: The configuration for episodes.
+        by_reward: True if there are reward functions.
+        eval_dataset: The user's. Several by name have no common metric, so that there is no default.
+
+    Raises:
+        ValueError: If it is a loss, which an evaluation of episodes does not have, or if there is no default.
+    """
+    plateau = args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    if not (args.load_best_model_at_end or args.save_strategy == "best" or plateau):
+        return args
+    metric = "reward" if by_reward else "return"
+    if not args.best_metric_is_unset:
+        if str(args.metric_for_best_model).endswith("loss"):
+            raise ValueError(
+                f"metric_for_best_model={args.metric_for_best_model!r} is not a metric of episodes, whose evaluation has no "
+                f"loss. Leave it unset ({metric!r}), or choose 'success' or any other that evaluate() returns."
+            )
+        _check_spelling(str(args.metric_for_best_model), eval_dataset)
+        return args
+    if isinstance(eval_dataset, dict):
+        names = ", ".join(repr(f"{name}_{metric}") for name in eval_dataset)
+        raise ValueError(f"metric_for_best_model must say which of the data sets decides. Set it to one of {names}.")
+    if args.lower_is_better_was_asked:
+        raise ValueError(
+            f"greater_is_better=False would choose the checkpoint with the lowest {metric}. Leave it unset, or set "
+            "metric_for_best_model to a metric that should be low."
+        )
+    args = copy.copy(args)
+    args.metric_for_best_model, args.greater_is_better = metric, True
+    if plateau:
+        args.lr_scheduler_kwargs = {"mode": "max", **dict(args.lr_scheduler_kwargs or {})}
+    return args
+
+
+def _check_spelling(metric: str, eval_dataset: Any) -> None:
+    """Reject a metric whose name is almost that of one that every evaluation has; reward functions may log others.
+
+    Raises:
+        ValueError: For such a name.
+    """
+    known = [name if part is None else f"{part}_{name}" for part in _parts(eval_dataset) for name in _ALWAYS_EVALUATED]
+    name = metric.removeprefix("eval_")
+    near = "" if name in known else nearest(name, known, count=1, cutoff=0.75)
+    if near:
+        raise ValueError(
+            f"metric_for_best_model={metric!r} is no metric of an evaluation{near} Set it to one of "
+            f"{', '.join(map(repr, known))}, or to any other that evaluate() returns, or leave it unset."
+        )
+
+
+def _parts(eval_dataset: Any) -> list[str | None]:
+    return list(eval_dataset) if isinstance(eval_dataset, dict) else [None]
+
+
+def _columns(dataset: Any) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    return list(names) if names is not None else list(next(iter(dataset), {}))

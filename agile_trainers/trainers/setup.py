@@ -37,7 +37,7 @@ from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.step.reward import add_return_reward
 from agile_trainers.step.task_sampling import TaskPool, task_pool
-from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
+from agile_trainers.trainers.evaluation import kept_columns, played_columns, with_best_metric
 
 logger = logging.get_logger(__name__)
 

@@ -38,17 +38,17 @@ from agile_trainers.adapters import (
     restore_adapter,
     running,
 )
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, write_json
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
-from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete, step_of
 from agile_trainers.checkpoints.machines import on_each_disk
+from agile_trainers.checkpoints.model_card import RunCards
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
-from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.launch_checks import check_engine
@@ -71,7 +71,7 @@ from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
-from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
+from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged, TurnEntropies
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, attach_critic
 from agile_trainers.step.draws import Drawn, EpisodeDraws
 from agile_trainers.step.drift import weights_of_turns
@@ -82,11 +82,9 @@ from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, Pla
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged, remember_attributes
-from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
 from agile_trainers.trainers.arguments import check_argument_names, check_order, check_trainer_arguments, named_model
-from agile_trainers.trainers.evaluation import EpisodeEvaluator
-from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
+from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, rows_of
 from agile_trainers.trainers.load_adapter import TrainerInputs, load_adapter
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.trainers.reference import ReferencePolicy

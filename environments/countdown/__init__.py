@@ -9,8 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from agile_trainers.envs.questions.answers import read_answer
-from agile_trainers.envs.questions.arithmetic import exact_value
+from agile_trainers.envs.questions.answers import exact_value, read_answer
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
 from agile_trainers.envs.task import check_level, demonstrations_of

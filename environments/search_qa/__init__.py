@@ -9,8 +9,7 @@ from typing import Any
 
 from agile_trainers.envs.questions.rows import Row, TableRows
 from agile_trainers.envs.task import check_level, demonstrations_of, preferences_of
-from agile_trainers.envs.tools.search import BM25Index
-from agile_trainers.envs.tools.search_environment import SearchEnvironment
+from agile_trainers.envs.tools.search import BM25Index, SearchEnvironment
 from agile_trainers.types import Message
 
 LEVELS = {
@@ -35,7 +34,7 @@ class SearchQA(SearchEnvironment):
     """Asks a question about a person of an invented world, with search in its encyclopedia.
 
     Reward: 1 for the right ``<answer>``, plus 0.1 if all answers had the right format; see
-    :class:`~agile_trainers.envs.tools.search_environment.SearchEnvironment`. A fifth of the people belongs to the split
+    :class:`~agile_trainers.envs.tools.search.SearchEnvironment`. A fifth of the people belongs to the split
     ``test``.
 
     Args:

@@ -21,7 +21,13 @@ from agile_trainers.populations.population import _SETTINGS_FORM
 
 EVENT: dict[str, Any] = {"round": 1, "member": 0, "event": "trained", "hyperparameters": {"learning_rate": 1e-3}}
 EVENT |= {"changes": {"learning_rate": [1e-3, 2e-3]}, "fitness": 0.5}
-LINEAGE: dict[str, Any] = {"settings": {"model": "m"}, "events": [EVENT], "member_bytes": {"0": 1}, "best": 0}
+LINEAGE: dict[str, Any] = {
+    "settings": {"model": "m"},
+    "events": [EVENT],
+    "finished": False,
+    "best": 0,
+    "held_out": None,
+}
 LINEAGES: dict[str, tuple[dict[str, Any], str]] = {
     "settings are a list": ({"settings": []}, "settings"),
     "events are a table": ({"events": {"a": 1}}, "events"),
@@ -32,7 +38,6 @@ LINEAGES: dict[str, tuple[dict[str, Any], str]] = {
     "an argument more": ({"events": [{**EVENT, "x": 1}]}, r"events\[0\]"),
     "changes are texts": ({"events": [{**EVENT, "changes": {"a": "ab"}}]}, r"events\[0\].changes.a"),
     "parent in words": ({"events": [{**EVENT, "parent": "0"}]}, r"events\[0\].parent"),
-    "sizes in words": ({"member_bytes": {"0": "much"}}, "member_bytes.0"),
     "half an evaluation": ({"held_out": {"member": 1}}, "held_out"),
     "a field more": ({"x": 1}, "it"),
     "the best in words": ({"best": "0"}, "best"),
@@ -49,13 +54,13 @@ def test_a_lineage_of_another_form(tmp_path: Path, kind: str) -> None:
         Lineage.read(tmp_path)
 
 
-RESULT = asdict(Result(0, 1, 2, 3, [1.0, None], [0, 1], 0.5, 7))
+RESULT = asdict(Result(0, 1, 2, 3, [1.0, None], [0, 1], 0.5))
 HELD = {"member": 0, "round": 1, "fitness": None, "standard_error": None, "episodes": 6, "failed_episodes": 6}
 STAGE = {"id": "a", "parent": None, "made_of": {}, "finished": True}
 FILES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (RESULT_FORM, RESULT, {"member": "../0"}),
     (RESULT_FORM, RESULT, {"values": ["1"]}),
-    (RESULT_FORM, RESULT, {"bytes": None}),
+    (RESULT_FORM, RESULT, {"steps": None}),
     (RESULT_FORM, RESULT, {"source": "x"}),
     (HELD_OUT_FORM, HELD, {"episodes": "6"}),
     (_SETTINGS_FORM, {"options": {}}, {"options": [1]}),

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import find_adapters, load_policy
-from agile_trainers.adapters.merge import differing_settings, layers, merged_config
+from agile_trainers.adapters.lora_settings import differing_settings, layers, merged_config
 
 IDS = torch.arange(3, 43).view(2, 20)
 SAVED = {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}

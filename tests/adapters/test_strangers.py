@@ -27,16 +27,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from agile_trainers.adapters import limited
+from agile_trainers.adapters import untrusted
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
 from agile_trainers.adapters.forms import OPTIONS, misfits
 from agile_trainers.adapters.loading import find_adapters, parent_of, read_config
 from agile_trainers.adapters.model_folders import check_model_folder
-from agile_trainers.adapters.patterns import check_patterns, expressions
-from agile_trainers.adapters.templates import check_template
-from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.adapters.untrusted import check_patterns, check_template, expressions
 from agile_trainers.checkpoints.integrity import MARKER, POSITION, check_complete, mark_complete, newest_complete
-from agile_trainers.checkpoints.model_card import model_card, write_card
+from agile_trainers.checkpoints.model_card import add_results, model_card, write_card
 from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.episode_options import EpisodeOptions
@@ -483,7 +481,7 @@ def test_every_expression_that_peft_matches_is_tried(field: str, monkeypatch: py
 
 @pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
 def test_an_expression_that_would_hang_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "CPU_SECONDS", 1)
+    monkeypatch.setattr(untrusted, "CPU_SECONDS", 1)
     slow = {"target_modules": r"(?:(?:.+)+)+!", "modules_to_save": [r"(?:(?:.+)+)+!"]}
     with pytest.raises(ValueError, match=rf"{field}\) cannot be used: it takes more than 1 s"):
         check_patterns(config(**{field: slow[field]}), Named(), Path("theirs"))
@@ -650,9 +648,9 @@ TEMPLATES = {
 def test_a_template_that_would_hang_or_fill_the_memory_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template, why = TEMPLATES[kind]
     if "more than" in why:
-        monkeypatch.setattr(limited, "CPU_SECONDS", 1)
+        monkeypatch.setattr(untrusted, "CPU_SECONDS", 1)
     else:
-        monkeypatch.setattr(limited, "BYTES", 1 << 28)
+        monkeypatch.setattr(untrusted, "BYTES", 1 << 28)
     with pytest.raises(ValueError, match=rf"chat template of theirs is not used.*{why}"):
         check_template(template, "theirs")
 

@@ -17,7 +17,7 @@ from agile_environments.guess_number import GuessNumber
 from agile_environments.mastermind import Mastermind
 from agile_environments.wordle import Wordle
 from agile_trainers.envs.questions.answers import exact_match, math_match
-from agile_trainers.envs.tools.search_environment import answer_match
+from agile_trainers.envs.tools.search import answer_match
 
 Pair = tuple[str, str, str, bool]
 """Task, right answer (the puzzle, for countdown), what the model says, and whether that is right."""

@@ -19,7 +19,7 @@ from agile_environments.countdown import (
     solve,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
-from agile_trainers.envs.questions.arithmetic import exact_value
+from agile_trainers.envs.questions.answers import exact_value
 
 PUZZLE = "Use each of the numbers 3, 5 and 5 exactly once, with + - * / and brackets, to make 30. Answer ..."
 RANDOM_SUCCESS = {"easy": 0.056, "normal": 0.042, "hard": 0.010}

@@ -19,6 +19,7 @@ from agile_trainers.envs.isolation.calls import IsolatedDeath, IsolatedError, ru
 from agile_trainers.envs.questions import answers
 from agile_trainers.envs.questions.answers import (
     exact_match,
+    exact_value,
     final_answer,
     last_boxed,
     math_match,
@@ -26,9 +27,8 @@ from agile_trainers.envs.questions.answers import (
     read_number,
     tagged,
 )
-from agile_trainers.envs.questions.arithmetic import exact_value
 from agile_trainers.envs.tools.calls import MalformedCall, parse_tool_calls
-from agile_trainers.envs.tools.search_environment import answer_match
+from agile_trainers.envs.tools.search import answer_match
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install math-verify"

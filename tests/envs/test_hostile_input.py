@@ -13,13 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer, make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
-from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.metrics import episode_metrics, summarize
-from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.rollout.spec import EpisodeSpec, Limits, cut_observation
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message, Trajectory
 

@@ -27,8 +27,7 @@ from agile_environments.search_qa import (
     random_policy,
 )
 from agile_trainers.envs import check_environment, make_environment_factory, play
-from agile_trainers.envs.tools.search import BM25Index, HttpSearch, SearchServerError
-from agile_trainers.envs.tools.search_environment import SearchEnvironment, answer_match
+from agile_trainers.envs.tools.search import BM25Index, HttpSearch, SearchEnvironment, SearchServerError, answer_match
 
 PASSAGES = ["The cat sat.", "The dog sat on the cat.", "Rain.", "Nothing of the kind"]
 ROWS = [{"question": f"Who sat on number {n}?", "answer": ["The cat", "dog"]} for n in range(20)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from agile_trainers.objectives.clipping import importance_ratios, is_clipped
+from agile_trainers.objectives.ratios import importance_ratios, is_clipped
 
 CLIPPING = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 

@@ -10,7 +10,7 @@ import pytest
 
 from agile_environments.archive import careless_policy, expert_policy
 from agile_trainers.records.reader import read_records
-from agile_trainers.rollout.agents.scripted_policies import demonstrate_agent, play_agent
+from agile_trainers.rollout.scripted_policies import demonstrate_agent, play_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 

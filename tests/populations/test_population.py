@@ -22,14 +22,13 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.checkpoints.continued import continue_checkpoint
 from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.lineage import HeldOut
-from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
+from agile_trainers.populations.members import Assignment, Rounds, continue_checkpoint, saved_adapter
 from agile_trainers.rollout.seeds import SELECTION
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory
@@ -43,8 +42,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=OPTIONS)
 def trained(request, embedded_model, tmp_path_factory) -> Any:
     """A population after successive halving: two members for a step, the better one for another. Read only."""
-    made = population(embedded_model, tmp_path_factory.mktemp("halved"), request.param, **OPTIONS[request.param])
-    made.digest = made.base.digest()
+    bases: list[dict[str, int]] = []
+
+    def note(trainer: Any, member: int) -> None:
+        quiet(trainer, member)
+        own = trainer.model.get_base_model().named_parameters()
+        bases.append(
+            {name: value.data_ptr() for name, value in own if "lora_" not in name and "value_head" not in name}
+        )
+
+    folder = tmp_path_factory.mktemp("halved")
+    made = population(embedded_model, folder, request.param, on_trainer=note, **OPTIONS[request.param])
+    made.digest, made.bases = made.base.digest(), bases
     made.rounds = []
     made.run(made.rounds.append)
     return made
@@ -70,13 +79,12 @@ def test_a_member_is_the_run_that_it_would_be_alone(trained, embedded_model, tmp
 
 
 def test_the_base_is_there_once_and_never_changes(trained):
-    lineage = trained.lineage
+    """The three trainers compute with the same memory, weight by weight."""
     assert trained.base.digest() == trained.digest
-    assert lineage.base_bytes == trained.base.bytes > 3 * lineage.member_bytes[0] > 0
-    adapters = [value for key, value in states(trained.checkpoint(trained.best)).items() if not key.endswith("/step")]
-    reference = sum(v.numel() * 4 for k, v in states(trained.checkpoint(trained.best)).items() if k.startswith("ref/"))
-    steps = lineage.member_bytes[trained.best] - sum(value.numel() * 4 for value in adapters)
-    assert 0 <= steps < 4096 and reference >= 0
+    first, *others = trained.bases
+    shared = {pointer for _, pointer in first.items()}
+    assert len(others) == 2 and len(shared) > 10 and all(one == first for one in others)
+    assert shared == {value.data_ptr() for value in trained.base.lend().parameters()}
 
 
 def test_the_lineage_is_complete(trained):

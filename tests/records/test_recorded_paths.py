@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from agile_trainers.checkpoints.public_files import disclose
+from agile_trainers.checkpoints.disclosure import disclose
 from agile_trainers.records.prefixes import packed_paths, path_ids, path_lengths
-from agile_trainers.records.reader import RecordsError, open_records, read_records, read_rows
-from agile_trainers.records.schema import ADDED, EPISODE, TURN, WITHOUT_PATHS
+from agile_trainers.records.reader import RecordsError, open_records, read_records
+from agile_trainers.records.schema import ADDED, EPISODE, TURN
 from agile_trainers.records.writer import RecordWriter, episode_row, write_episodes
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import StopReason, Trajectory, Turn
@@ -100,32 +100,6 @@ def test_many_helpers_beside_a_long_path_take_no_more_than_their_tokens(tmp_path
     assert path.stat().st_size < 2.2 * written(tmp_path / "plain.parquet", plain).stat().st_size
 
 
-# ------------------------------------------------------------------------------------------------- files of before
-
-
-def of_before(path: Path, *trajectories: Trajectory) -> Path:
-    """Write episodes in format 2, as runs did before episodes had paths."""
-    made = written(path, *trajectories)
-    rows = pq.read_table(made).to_pylist()
-    for row in rows:
-        row["turns"] = [{name: value for name, value in turn.items() if name not in ADDED} for turn in row["turns"]]
-    kinds = {field.name: WITHOUT_PATHS.get(field.name, field.type) for field in EPISODE}
-    schema = pa.schema({name: kind for name, kind in kinds.items() if kind is not None})
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, store_schema=False)
-    return path
-
-
-def test_files_of_before_open_and_are_rewritten(tmp_path: Path) -> None:
-    plain = Trajectory([1], [2, 3], [-1.0, 0.0], [Turn(0, 1, "a", "stop", 1.0)], StopReason.TERMINATED)
-    path = of_before(tmp_path / "train-000000-rank0.parquet", plain)
-    assert [field.name for field in pq.read_schema(path).field("turns").type.value_type][-1] == "info"
-    expected = read_records(written(tmp_path / "train-000001-rank0.parquet", plain))
-    assert read_records(path) == expected and list(read_records(path)[0]) == EPISODE.names
-    assert len(open_records(path)[0].index()) == 1
-    write_episodes(tmp_path / "again.parquet", read_rows(path))  # of a checkpoint that is resumed
-    assert read_records(tmp_path / "again.parquet") == expected
-
-
 # ---------------------------------------------------------------------------------------------- files of strangers
 
 
@@ -197,7 +171,7 @@ def test_a_secret_of_a_prompt_does_not_leave(where: str, tmp_path: Path) -> None
         episode.turns[2].fork = TOKEN
     writer = RecordWriter(tmp_path, {"run": "a"})
     path = writer.write_train(0, [episode_row(episode)])
-    text = disclose(tmp_path)
+    text = disclose(tmp_path, episodes=True)
     assert text is not None and text.masked == 1
     (found,) = read_records(path)
     assert found["paths"] is found["prompt_ids"] is None or not found["prompt_ids"]

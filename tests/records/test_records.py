@@ -18,8 +18,7 @@ from datasets import load_dataset
 from agile_trainers.records import writer as writing
 from agile_trainers.records.reader import RecordsError, open_records, read_records
 from agile_trainers.records.schema import ADDED, EPISODE, LIGHT, TRAINED, significant
-from agile_trainers.records.vocabulary import pieces
-from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id, thinned, write_episodes
+from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id, pieces, thinned, write_episodes
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 

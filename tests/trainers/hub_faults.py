@@ -14,15 +14,15 @@ from checkpointed_runs import SAVING
 from games import make_trainer
 from hub_push import TOKEN
 
-from agile_trainers.checkpoints import background_pushes
+from agile_trainers.checkpoints import hub
 
-background_pushes.WAITS = (0.01, 0.01, 0.01)
-background_pushes.SILENCE_SECONDS = 2.0
+hub.WAITS = (0.01, 0.01, 0.01)
+hub.SILENCE_SECONDS = 2.0
 
 
 def refuse_when_full(function: Any) -> Any:
     def full(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if "checkpoint-6" in str(source) and background_pushes.STAGE in str(target):
+        if "checkpoint-6" in str(source) and hub.STAGE in str(target):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         return function(source, target, *args, **kwargs)
 

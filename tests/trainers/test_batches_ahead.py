@@ -17,8 +17,8 @@ from datasets import Dataset
 from games import make_trainer
 from scripted_runs import by_script, said, sampling_with, watched
 
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.folders import CheckpointError
-from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.integrity import MARKER, mark_complete
 from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.rollout.seeds import TRAINING, environment_seed

@@ -15,7 +15,7 @@ from games import Chatter, make_trainer, settings
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.evaluation import results
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.evaluation_data import with_best_metric
+from agile_trainers.trainers.evaluation import with_best_metric
 
 
 class Secret(Chatter):

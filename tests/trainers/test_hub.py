@@ -20,8 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
-from agile_trainers.checkpoints.background_pushes import SILENCE_SECONDS, limit_silence
-from agile_trainers.checkpoints.hub import HubUnreachableError, reporting_unreachable
+from agile_trainers.checkpoints.hub import SILENCE_SECONDS, HubUnreachableError, limit_silence, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete
 from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig

@@ -13,11 +13,11 @@ from trl import GRPOConfig
 
 from agile_trainers.cli.check.command import CheckArguments
 from agile_trainers.cli.train import MultiTurnScriptArguments
-from agile_trainers.config.options import changed_default, default_of, option, option_table, own_options, with_args
+from agile_trainers.config.options import changed_default, default_of, option, own_options, with_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
-from option_tables import CONFIGS, DOCS, with_tables
+from option_tables import CONFIGS, DOCS, option_table, with_tables
 
 DESCRIBED = [*CONFIGS.values(), CheckArguments, MultiTurnScriptArguments]
 

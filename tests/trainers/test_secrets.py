@@ -20,9 +20,12 @@ from transformers.trainer_utils import HubStrategy
 
 from agile_trainers.adapters.folders import CheckpointError, read_json, write_json
 from agile_trainers.checkpoints.disclosure import (
+    Masker,
     check_special_tokens,
     clean_tokenizer,
     differences,
+    disclose,
+    mask,
     public_arguments,
     public_options,
     withheld,
@@ -30,8 +33,6 @@ from agile_trainers.checkpoints.disclosure import (
 from agile_trainers.checkpoints.hub import check_deepspeed
 from agile_trainers.checkpoints.integrity import MARKER, mark_complete
 from agile_trainers.checkpoints.model_card import hyperparameters, model_card
-from agile_trainers.checkpoints.public_files import disclose_checkpoint
-from agile_trainers.checkpoints.secrets import Masker, mask
 from agile_trainers.checkpoints.signing import KEY_FILE
 from agile_trainers.envs.registry import environment_factories, make_environment_factory
 from agile_trainers.evaluation.loading import recorded_settings
@@ -263,7 +264,7 @@ def test_a_checkpoint_whose_episodes_held_a_secret_leaves_without_their_tensors(
         write_episodes(rollout / "rank-0.parquet", [episode_row(played, phase="train", generation=0)])
         (rollout / "rank-0.safetensors").write_bytes(b"ids")
         (rollout / "position.json").write_text(json.dumps({"position": 1, "watch": {"said": spoken}, "tasks": {}}))
-        text = disclose_checkpoint(tmp_path, episodes=True)
+        text = disclose(tmp_path, episodes=True)
         assert text is not None and text.masked == (not kept)
         assert (rollout / "rank-0.safetensors").exists() is kept and (rollout / "rank-0.parquet").exists() is kept
         assert read_json(rollout / "position.json")["watch"] == ({"said": spoken} if kept else {})
@@ -327,7 +328,7 @@ def test_a_users_name_in_a_path_is_not_pushed(tmp_path: Path) -> None:
         os.link(tmp_path / "run" / path, copy / path)
     mark_complete(tmp_path / "run")
     os.link(tmp_path / "run" / MARKER, copy / MARKER)
-    disclose_checkpoint(copy, episodes=False)
+    disclose(copy, episodes=False)
     text = "".join(path.read_text() for path in copy.rglob("*.json") if path.name != "adapter_config.json")
     assert "alice" not in text and str(tmp_path) not in text
     pushed = read_json(copy / "agile_trainers.json")

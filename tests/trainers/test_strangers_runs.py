@@ -10,7 +10,7 @@ import pytest
 from checkpointed_runs import SAVING, make
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, write_json
-from agile_trainers.checkpoints import run_cards
+from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.integrity import check_complete, mark_complete
 from agile_trainers.checkpoints.output_lock import LOCK
 from agile_trainers.populations.base import SharedBase
@@ -19,7 +19,7 @@ from agile_trainers.trainers import MultiTurnGRPOConfig
 
 def test_a_card_that_cannot_be_written_costs_no_checkpoint(embedded_model, tmp_path, monkeypatch, caplog):
     """Nor the saved model, beside which no lock is left."""
-    monkeypatch.setattr(run_cards, "model_card", lambda **_: {}["source"])
+    monkeypatch.setattr(model_card, "model_card", lambda **_: {}["source"])
     trainer = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
     trainer.train()
     trainer.save_model()

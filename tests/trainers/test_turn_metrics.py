@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from games import make_trainer
 
-from agile_trainers.step.turn_metrics import TurnEntropies, credit_by_turn
+from agile_trainers.step.credit import TurnEntropies, credit_by_turn
 
 
 def test_means_are_over_the_episodes_that_reached_the_turn() -> None:

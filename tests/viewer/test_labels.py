@@ -12,8 +12,7 @@ from written_page import Page
 from agile_trainers.cli.main import main
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.records.writer import RecordWriter, episode_row
-from agile_trainers.viewer.labels import labels, seed_sets
-from agile_trainers.viewer.parts import OUTLINE_TURNS, figures, outline, searched_texts
+from agile_trainers.viewer.parts import OUTLINE_TURNS, figures, labels, outline, searched_texts, seed_sets
 
 
 def run(folder: str, name: str = "20260101-000000-abcd", **info: Any) -> RunRecords:

@@ -34,15 +34,15 @@ from agile_trainers.checkpoints.disclosure import (
     clean_tokenizer,
     differences,
     is_named,
+    masked,
     public_options,
     warn_of_unknown,
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
+from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.checkpoints.run_cards import write_card_of_rows
-from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.chain.keys import EVOLVE
 from agile_trainers.cli.chain.rows import check_rows, supervised_rows
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, read_pipeline

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
-from agile_trainers.adapters.found import check_model
+from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.sections import check_run, model_config
 from agile_trainers.cli.errors import Progress, message

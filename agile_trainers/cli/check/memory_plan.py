@@ -12,7 +12,7 @@ from trl import ModelConfig, get_peft_config
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from agile_trainers.adapters.scope import within_scope
+from agile_trainers.adapters.lora_settings import within_scope
 from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig

@@ -28,8 +28,8 @@ from agile_environments.guess_number import LEVELS, demonstrations, halving_poli
 from agile_trainers import embedded
 from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
+from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.cli.demo.report import DemoScore, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
 from agile_trainers.embedded import make_embedded_model, words_of

@@ -25,10 +25,9 @@ from rich.progress import Progress
 from transformers.utils import logging
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.adapters.found import check_model
-from agile_trainers.checkpoints.card_results import add_results
-from agile_trainers.checkpoints.disclosure import public_options, withheld_values
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.adapters.loading import check_model
+from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
+from agile_trainers.checkpoints.model_card import add_results
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_output, json_object

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.disclosure import masked
+from agile_trainers.checkpoints.model_card import result
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
 from agile_trainers.imports import matplotlib_apart
@@ -214,29 +215,16 @@ def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[Ev
     one = report.played[0]
     environment = masked(describe_environment(report.environment)["environment"])
     mode = " (greedy)" if one.summary.greedy else ""
-    found: list[tuple[str, str, Any, Estimate]] = []
+    found: list[tuple[str, str, Estimate]] = []
     if one.summary.success is not None:
-        found.append(("success_rate", "success", round(one.summary.success.value, 4), one.summary.success))
+        found.append(("success_rate", "success", one.summary.success))
     if one.summary.episode_return is not None:
-        value = round(one.summary.episode_return.value, 4)
-        found.append(("mean_reward", "mean episode return", value, one.summary.episode_return))
-    for k, estimate in one.summary.pass_at_k.items():
-        found.append((f"pass@{k}", f"pass@{k}", round(estimate.value, 4), estimate))
-    return [
-        EvalResult(
-            task_type="reinforcement-learning",
-            dataset_type=environment,
-            dataset_name=environment,
-            metric_type=kind,
-            metric_name=name + mode,
-            metric_value=value,
-            metric_args={
-                **settings,
-                "episodes": estimate.episodes,
-                **({"failed_episodes": one.summary.failed} if one.summary.failed else {}),
-                **({"standard_error": round(one.results.metrics["return_sem"], 4)} if kind == "mean_reward" else {}),
-                **_interval(estimate),
-            },
-        )
-        for kind, name, value, estimate in found
-    ]
+        found.append(("mean_reward", "mean episode return", one.summary.episode_return))
+    found += [(f"pass@{k}", f"pass@{k}", estimate) for k, estimate in one.summary.pass_at_k.items()]
+    failed = {"failed_episodes": one.summary.failed} if one.summary.failed else {}
+    rows = []
+    for kind, name, estimate in found:
+        error = {"standard_error": round(one.results.metrics["return_sem"], 4)} if kind == "mean_reward" else {}
+        played = {**settings, "episodes": estimate.episodes, **failed, **error, **_interval(estimate)}
+        rows.append(result(environment, kind, name + mode, estimate.value, played))
+    return rows

@@ -22,7 +22,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
-from agile_trainers.adapters.templates import check_template
+from agile_trainers.adapters.untrusted import check_template
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import (
     ANSWER,

@@ -1,23 +1,104 @@
-"""Compares two LoRA configurations and extends a saved adapter to both.
-
-Merging is exact. A new column of B is zero, so a larger rank adds nothing to ``scaling * B @ A`` at first; B is rescaled
-where ``scaling`` changes; a new module's B is zero, as in any fresh adapter. New rows of A are drawn as PEFT draws them, so
-that the new ranks can learn.
-"""
+"""Reads and changes LoRA configurations: what an initialization does to the base, the scope, and the merging of two."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
+from agile_trainers.adapters.roles import POLICY, REFERENCE
+
+NOT_LORA_SETTINGS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+}  # fmt: skip
+"""Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
+IDLE = (True, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` with which the initial policy equals the base model."""
+KEPT_BASE = (*IDLE, False)
+"""Values of ``init_lora_weights`` that leave the base's weights unchanged."""
+REPEATABLE = ("pissa", "olora")
+"""Values that move a part of the base into the adapter deterministically, so that a saved adapter can be loaded."""
+_UNREPEATABLE = {
+    "pissa_niter": "its decomposition is random",
+    "corda": "its decomposition needs the activations of that time",
+    "lora_ga": "its decomposition needs the gradients of that time",
+}
+
+
+def changes_base(config: PeftConfig) -> bool:
+    """Return whether creating the adapter changes the weights of the base."""
+    return isinstance(config, LoraConfig) and config.init_lora_weights not in KEPT_BASE
+
+
+def lora_settings(config: LoraConfig) -> dict[str, Any]:
+    """Return the settings of a LoRA configuration that change the adapter's function, as JSON values."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}
+    if changes_base(config):
+        settings["init_lora_weights"] = config.init_lora_weights  # the weights are relative to that base
+    return json.loads(
+        json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    )
+
+
+def starts_elsewhere(config: PeftConfig) -> bool:
+    """Return whether disabling the adapter gives another policy than the one that training starts from."""
+    return isinstance(config, LoraConfig) and config.init_lora_weights not in IDLE
+
+
+def check_repeatable(model: Any, peft_config: PeftConfig | None) -> None:
+    """Reject a policy whose initialization changes the base irreproducibly, since only the adapter is saved.
+
+    Args:
+        model: The trainer's ``model``, with or without an adapter.
+        peft_config: Configuration of the adapter that the trainer creates, if any.
+
+    Raises:
+        ValueError: If the initialization changes the base in a way that a later process cannot repeat.
+    """
+    config = model.peft_config.get(POLICY) if isinstance(model, PeftModel) else peft_config
+    init = str(getattr(config, "init_lora_weights", True)).lower()
+    for name, reason in _UNREPEATABLE.items():
+        if init.startswith(name):
+            raise ValueError(
+                f"init_lora_weights={init!r} changes the base, and {reason}: a resumed run, or anyone who loads the saved "
+                "adapter, would get another policy without an error. Use init_lora_weights='pissa' or 'olora', which load "
+                "again, or save the changed base with `save_pretrained` and put a plain adapter on it."
+            )
+
+
+def plain(config: PeftConfig) -> PeftConfig:
+    """Return a copy of an adapter's configuration whose initialization does not change the base."""
+    config = copy.deepcopy(config)
+    if changes_base(config):
+        config.init_lora_weights = True
+    return config
+
+
+@contextmanager
+def plain_copies(model: Any) -> Iterator[None]:
+    """Keep the base unchanged while TRL copies ``model``'s policy as the reference; PiSSA would change it otherwise."""
+    config = model.peft_config.get(POLICY) if isinstance(model, PeftModel) else None
+    if config is None or not changes_base(config):
+        yield
+        return
+    init, config.init_lora_weights = config.init_lora_weights, True
+    try:
+        yield
+        if REFERENCE in model.peft_config:  # TRL's copy shares the policy's configuration
+            model.peft_config[REFERENCE] = copy.deepcopy(config)
+    finally:
+        config.init_lora_weights = init
+
 
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that select the adapted modules; compared by the selected modules."""
@@ -160,3 +241,45 @@ def _plain(value: Any) -> Any:
 
 def _endings(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def within_scope(config: PeftConfig, scope: str) -> LoraConfig:
+    """Return a copy of a LoRA configuration that adapts only modules inside one part of the model.
+
+    Args:
+        config: LoRA configuration; its ``target_modules`` select the modules inside the part.
+        scope: Dotted path of a module, or the end of one: ``"language_model"`` also matches ``model.language_model``.
+
+    Raises:
+        ValueError: If ``config`` is not a LoRA configuration, or already excludes modules.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"lora_target_scope={scope!r} needs a LoraConfig as peft_config, got {type(config).__name__}.")
+    if config.exclude_modules:
+        raise ValueError(
+            f"lora_target_scope={scope!r} and peft_config.exclude_modules={config.exclude_modules!r} both exclude modules; "
+            "keep one of them."
+        )
+    config = copy.deepcopy(config)
+    config.exclude_modules = rf"(?!(?:.*\.)?{re.escape(scope)}\.).*"  # PEFT matches the full name of a module
+    return config
+
+
+@contextmanager
+def explaining_scope(scope: str | None) -> Iterator[None]:
+    """Replace PEFT's errors inside the block by one that names ``lora_target_scope``, or ways to name modules."""
+    try:
+        yield
+    except ValueError as error:
+        if scope is None and "not found in the base model" in str(error):
+            raise ValueError(
+                f"{error} Set target_modules of peft_config to 'all-linear', or to names of model.named_modules() such as "
+                "'q_proj'."
+            ) from error
+        if scope is None or "exclu" not in str(error):
+            raise
+        raise ValueError(
+            f"lora_target_scope={scope!r} selects no module: none of peft_config.target_modules lies below a module "
+            "of that name. Expected a dotted path such as 'model.layers' or 'language_model' (see "
+            "model.named_modules())."
+        ) from error

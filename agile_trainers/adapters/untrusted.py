@@ -1,11 +1,16 @@
-"""Renders the chat templates of a folder once in a process with limits, before they are rendered in this one.
+"""Tries what a stranger wrote into a saved folder in a process with limits: regular expressions and chat templates.
 
 A template is a program. The sandbox of Jinja keeps it from files and from Python's own objects, and limits a ``range`` to
-100,000 numbers, but neither nested loops nor ``'x' * 10**10``.
-"""
+100,000 numbers, but neither nested loops nor ``'x' * 10**10``. PEFT matches ``target_modules``, ``exclude_modules`` and the
+like against the name of every module. Python's ``re`` tries the ways to match one after another: with an expression such as
+``(.+)+!`` in another person's ``adapter_config.json``, their number doubles with each character of a name."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -13,15 +18,54 @@ from typing import Any
 
 import jinja2
 import markupsafe
+from peft import LoraConfig
+from torch import nn
 
 from agile_trainers.adapters.folders import read_json
-from agile_trainers.adapters.limited import why_it_fails
+
+CPU_SECONDS, BYTES, _SECONDS = 10, 1 << 30, 300
+"""Limits of the process: processor time, memory (on Linux), and time in all on a machine that does other things."""
+_BEGIN = """
+import json, resource, sys
+given = json.load(sys.stdin)
+sys.path += given["path"]
+resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"]))
+if sys.platform == "linux":
+    resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
+"""
+
+
+def why_it_fails(program: str, path: list[str] | None = None, **given: Any) -> str | None:
+    """Run a program that tries something.
+
+    Args:
+        program: Python code. It finds ``json``, ``sys`` and the dictionary ``given``, and ends with ``sys.exit("reason")``
+            if what it tried is wrong.
+        path: Folders of packages that it imports. It finds the standard library only, which starts in 20 ms.
+        given: JSON values.
+
+    Returns:
+        None if the program came to its end; else the reason, printable and short.
+    """
+    content = json.dumps({**given, "path": path or [], "seconds": CPU_SECONDS, "bytes": BYTES})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _BEGIN + program],
+            input=content, capture_output=True, text=True, timeout=_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {CPU_SECONDS} s"
+    if done.returncode == 0:
+        return None
+    said = done.stderr.strip() if done.returncode > 0 else ""
+    return ascii(said[:300])[1:-1] if said else f"it takes more than {CPU_SECONDS} s"
+
 
 FILE, MORE = "chat_template.jinja", "additional_chat_templates/*.jinja"
 """Files that hold a template, besides ``tokenizer_config.json``."""
 _LONGEST = 1_000_000
 """Characters of the rendering of a short conversation, beyond which a template is none. Long ones write 30,000."""
-_CHILD = """
+_RENDER = """
 from datetime import datetime
 import jinja2, jinja2.ext, jinja2.sandbox
 
@@ -102,7 +146,7 @@ def check_templates(settings: Path, files: Iterable[Path]) -> None:
 @lru_cache(maxsize=256)
 def _why_not(template: str) -> str | None:
     path = [str(Path(package.__file__).parent.parent) for package in (jinja2, markupsafe) if package.__file__]
-    return why_it_fails(_CHILD, path, template=template, conversations=list(_conversations()), longest=_LONGEST)
+    return why_it_fails(_RENDER, path, template=template, conversations=list(_conversations()), longest=_LONGEST)
 
 
 def _conversations() -> Iterator[dict[str, Any]]:
@@ -128,3 +172,67 @@ def _conversations() -> Iterator[dict[str, Any]]:
         yield {
             "messages": messages, "tools": tools, "documents": None, "add_generation_prompt": messages[-1] == user, **tokens
         }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- regular expressions
+
+
+_NAME = re.compile(r"[\w.\-]*")
+"""Names, which match in linear time whatever they are put into."""
+_MATCH = """
+import re
+for name, method, pattern in given["patterns"]:
+    try:
+        match = getattr(re.compile(pattern), method)
+        for module in given["modules"]:
+            match(module)
+    except (re.error, RecursionError, OverflowError, MemoryError) as error:
+        sys.exit(f"{name} is no regular expression: {error}")
+"""
+
+
+def check_patterns(config: LoraConfig, model: nn.Module, folder: Path) -> None:
+    """Reject a saved adapter whose regular expressions are wrong, or too slow on a model.
+
+    An adapter that names its modules in lists, or takes ``"all-linear"``, is accepted at once. Others start a process.
+
+    Args:
+        config: The adapter's configuration, as it was read.
+        model: The model that it is to be put on.
+        folder: The adapter's folder, for the error.
+
+    Raises:
+        ValueError: If an expression is not valid, or 10 seconds of processor time do not suffice.
+    """
+    patterns = list(expressions(config))
+    if not patterns:
+        return
+    modules = [name for name, _ in model.named_modules()]
+    if why := why_it_fails(_MATCH, patterns=patterns, modules=modules):
+        names = ", ".join(dict.fromkeys(name for name, *_ in patterns))
+        raise ValueError(
+            f"{folder} is not loaded: the regular expressions in its adapter_config.json ({names}) cannot be used: {why}. "
+            "Put the names of the modules there, as a list."
+        )
+
+
+def expressions(config: LoraConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the expressions that are more than names, as PEFT gives them to ``re``: field, method and expression."""
+    tied = config.target_modules if config.ensure_weight_tying else None
+    layers = _text(config.layers_pattern) or config.layers_pattern
+    for name, values, method, form in (
+        ("target_modules", _text(config.target_modules), "fullmatch", "{}"),
+        ("exclude_modules", _text(config.exclude_modules), "fullmatch", "{}"),
+        ("target_modules", tied, "match", r"(^|.*\.){}($|\..*)"),
+        ("modules_to_save", config.modules_to_save, "match", r"(^|.*\.){}($|\..*)"),
+        ("layers_pattern", layers, "match", r"(?:^|.*?\.){}\.(?P<idx>\d+)\."),
+        ("rank_pattern", config.rank_pattern, "match", r"(.*\.)?({})$"),
+        ("alpha_pattern", config.alpha_pattern, "match", r"(.*\.)?({})$"),
+    ):
+        for value in [values] if isinstance(values, str) else values or ():
+            if not _NAME.fullmatch(value):
+                yield name, method, form.replace("{}", value)
+
+
+def _text(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else []
