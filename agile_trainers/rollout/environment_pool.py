@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import queue
 import sys
@@ -17,8 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from transformers.utils import logging
-
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of, bound_play
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
 from agile_trainers.imports import pass_on_interrupt
@@ -26,7 +25,7 @@ from agile_trainers.rollout.busy import BusyMeter
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS = 5.0
 """Seconds that coroutines have to end when the event loop is stopped."""
