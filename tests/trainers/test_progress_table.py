@@ -100,6 +100,7 @@ def test_no_row_is_longer_than_the_width_and_cells_are_under_their_titles() -> N
         for steps in (7, 300, 10**6):
             header, row, *others = printed([log, evaluated], steps=steps).splitlines()
             assert max(map(len, [header, row, *others])) <= 80 and len(row) == len(header)
+            assert others[-1].endswith(f"  eval_{'n' * 12}...")
             titles = header.split()
             assert (
                 titles[2:] == ["success", "return", "reward", "turns", "length", "entropy", "change"][: len(titles) - 2]
