@@ -1607,7 +1607,7 @@ MUTATIONS = [
     Mutation(
         "fields of a run that no list names leave", "checkpoints/disclosure.py",
         "for name, value in info.items() if name in _RUN_FIELDS", "for name, value in info.items()",
-        "tests/trainers/test_hub_secrets.py -k episodes",
+        "tests/trainers/test_secrets.py -k listed_fields",
     ),
     Mutation(
         "a secret becomes a special token", "checkpoints/disclosure.py", "own and len(value) >=", "False and len(value) >=",

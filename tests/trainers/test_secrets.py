@@ -270,6 +270,20 @@ def test_a_checkpoint_whose_episodes_held_a_secret_leaves_without_their_tensors(
         assert read_json(rollout / "position.json")["watch"] == ({"said": spoken} if kept else {})
 
 
+def test_of_a_runs_files_the_listed_fields_leave(tmp_path: Path) -> None:
+    run = tmp_path / "rollouts" / "a"
+    run.mkdir(parents=True)
+    write_json(run / "run.json", {"run": "a", "seed": 3, "host": "alices", "policy": "/home/alice/model"})
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "note": "alices"}\n{"half')
+    (run / "findings.jsonl").write_text(
+        '{"name": "n", "step": 1, "advice": "a", "evidence": "alice said", "more": 1}\n'
+    )
+    assert disclose(tmp_path, episodes=True) is None
+    assert read_json(run / "run.json") == {"run": "a", "seed": 3, "policy": "model"}
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+    assert read_json(run / "findings.jsonl") == {"evidence": "", "name": "n", "step": 1, "advice": "a"}
+
+
 def test_masks_by_the_name_of_an_entry() -> None:
     masker = Masker()
     found = masker(
