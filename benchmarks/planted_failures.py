@@ -75,6 +75,15 @@ class Dies(GuessNumber):
         return super().step(action)
 
 
+class GivingUpPays(GuessNumber):
+    """Ends with the guess 12, which costs nothing; every other guess costs more than success pays."""
+
+    def step(self, action: str) -> Result:
+        observation, reward, terminated, *rest = super().step(action)
+        given_up = action.strip() == "12"
+        return observation, 0.0 if given_up else 0.5 * reward - 0.3, terminated or given_up, *rest
+
+
 class NaNReward(GuessNumber):
     """Pays NaN for the answer 7."""
 
@@ -107,12 +116,23 @@ class Run:
     seed: int = 0
     probe: str = ""
     """Name of a probe to train on instead."""
+    reads_prompt: bool = True
+    """False takes the outputs of attention away, so that an answer depends on no earlier token."""
 
 
 RUNS: dict[str, Run] = {
     "length": Run(PaysLength, options={"max_new_tokens": 8}),
     "flipped sign": Run(FlippedSign),
     "learning rate times 100": Run(options={"learning_rate": 0.3}),
+    "learning rate .3, 64 episodes": Run(steps=20, options={"learning_rate": 0.3, "per_device_train_batch_size": 64}),
+    "learning rate .05": Run(steps=30, options={"learning_rate": 0.05}),
+    "learning rate .05, 64 episodes": Run(
+        steps=30, options={"learning_rate": 0.05, "per_device_train_batch_size": 64}, seed=1
+    ),
+    "giving up pays": Run(GivingUpPays, steps=60, options={"per_device_train_batch_size": 64}),
+    "one turn of four": Run(steps=30, options={"max_turns": 1}),
+    "two turns of four": Run(steps=30, options={"max_turns": 2}),
+    "prompts unread": Run(steps=32, reads_prompt=False, options={"diagnosis_interval": 10}),
     "random reward": Run(RandomReward),
     "random reward function": Run(reward_funcs=random_reward),
     "beta=10": Run(options={"beta": 10.0}),
@@ -126,6 +146,7 @@ RUNS: dict[str, Run] = {
     "healthy, ppo": Run(steps=25, algorithm="ppo", seed=2, options={"learning_rate": 1e-3}),
     "healthy, slow": Run(steps=40, options={"learning_rate": 3e-4}, seed=1),
     "healthy, kl": Run(steps=25, options={"beta": 0.04}, seed=2),
+    "healthy, 64 episodes": Run(steps=100, options={"per_device_train_batch_size": 64}, seed=3),
     "healthy, probe conditional": Run(steps=40, probe="conditional"),
     "healthy, probe memory": Run(steps=60, probe="memory"),
     "healthy, probe two inputs": Run(steps=60, probe="two_inputs"),
@@ -183,6 +204,11 @@ def train(run: Run, folder: Path) -> Logs:
         peft_config=None if run.probe else lora(),
         reward_funcs=run.reward_funcs,
     )
+    if not run.reads_prompt:
+        with torch.no_grad():
+            for name, weight in trainer.model.named_parameters():
+                if "o_proj" in name:
+                    weight.zero_().requires_grad_(False)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [log for log in trainer.state.log_history if "loss" in log]
@@ -199,6 +225,8 @@ def recorded(run: Run, logs: Logs) -> dict[str, Any]:
         "has_critic": run.algorithm == "ppo",
         "max_new_tokens": chosen["max_new_tokens"],
         "beta": chosen.get("beta", 0.0),
+        "entropy_coef": chosen.get("entropy_coef", 0.0),
+        "max_turns": chosen["max_turns"],
         "num_generations": chosen["num_generations"],
         "generation_batch_size": chosen["per_device_train_batch_size"],
     }

@@ -1708,7 +1708,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a solved task is said to have zero-advantage groups", "evaluation/diagnosis.py",
-        " and not held.keys() & set(BY_NAME[name].unless)", "", DIAGNOSIS,
+        "return cause in held or cause in lately", "return False", DIAGNOSIS,
     ),
     Mutation(
         "a finding is repeated at every step", "evaluation/diagnosis.py",
@@ -1718,8 +1718,41 @@ MUTATIONS = [
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(
-        "noise counts as a fall", "evaluation/diagnosis.py", "ERRORS = 5.0", "ERRORS = 2.5",
-        "tests/evaluation/test_false_findings.py",
+        "noise counts as a fall", "evaluation/sequential.py", "ALPHA = 2e-3", "ALPHA = 0.1",
+        "tests/evaluation/test_sequential.py",
+    ),
+    Mutation(
+        "each block of a run spends the same", "evaluation/sequential.py",
+        "(2 * block * (block + 1) *", "(2 * 1 * (1 + 1) *",
+        "tests/evaluation/test_sequential.py",
+    ),
+    Mutation(
+        "the start counts as exact", "evaluation/sequential.py", "(1 / batches + 1 / size)", "(1 / size)",
+        "tests/evaluation/test_sequential.py",
+    ),
+    Mutation(
+        "what was learned counts as the start", "evaluation/sequential.py",
+        "min(means) if now < means[-1][0] else max(means)", "means[-1]", "tests/evaluation/test_sequential.py",
+    ),
+    Mutation(
+        "an entropy bonus is blamed for a rate", "evaluation/diagnosis.py",
+        "bonus >= RULES * (spread or inf)", "bonus >= 0", DIAGNOSIS,
+    ),
+    Mutation(
+        "a rate is blamed for what the reward pays for", "evaluation/diagnosis.py",
+        "now >= start\n\n\ndef _pays_for_less", "False\n\n\ndef _pays_for_less", DIAGNOSIS,
+    ),
+    Mutation(
+        "two findings that explain each other are both lost", "evaluation/diagnosis.py",
+        "return [*BY_NAME].index(cause) < [*BY_NAME].index(name)", "return True", DIAGNOSIS,
+    ),
+    Mutation(
+        "what follows from a finding is reported once that has passed", "evaluation/diagnosis.py",
+        "if step - seen <= QUIET]", "if step - seen < 0]", "tests/evaluation/test_recorded_runs.py",
+    ),
+    Mutation(
+        "a flipped sign passes the check", "evaluation/diagnosis.py",
+        "share + 2 * error >= PAID", "1 - share + 2 * error >= PAID", DIAGNOSIS,
     ),
     Mutation(
         "a flipped sign passes as a reward", "monitor/health_metrics.py",
@@ -2876,7 +2909,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy that learns from an old sampler is warned", "evaluation/diagnosis.py",
-        "reward.rose or not history.last(", "not history.last(",
+        'first is None or history.rose("reward")', "first is None",
         DIAGNOSIS,
     ),
     Mutation(

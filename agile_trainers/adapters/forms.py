@@ -86,9 +86,15 @@ STATE_FORM = Fields(
     required=("epoch", "global_step"), only=True,
 )  # fmt: skip
 """``trainer_state.json``."""
+_SHIFT = dict.fromkeys(("first", "now", "p", "share"), NUMBER) | {"batch": Count}
+_LEVEL = {"first": NUMBER, "waiting": NUMBER, "shift": Fields(_SHIFT, required=tuple(_SHIFT), only=True)}
+_COURSE = {
+    **dict.fromkeys(("start", "last", "total", "squares"), NUMBER), "count": Count, "errors": [NUMBER],
+    "levels": [Fields(_LEVEL, required=tuple(_LEVEL), only=True)],
+}  # fmt: skip
 _HISTORY = Fields(
-    {"patience": bool, "latest": {str: [NUMBER]}, "earliest": {str: [NUMBER]}, "highest": {str: NUMBER},
-     "counts": {str: Count}, "notes": {str: str}},
+    {"patience": bool, "groups": Count, "latest": {str: [NUMBER]}, "earliest": {str: [NUMBER]}, "highest": {str: NUMBER},
+     "counts": {str: Count}, "notes": {str: str}, "courses": {str: Fields(_COURSE, required=tuple(_COURSE), only=True)}},
     only=True,
 )  # fmt: skip
 _ANSWER = Fields({"prompt_ids": [Count], "answer_ids": [Count]}, required=("prompt_ids", "answer_ids"), only=True)

@@ -6,12 +6,14 @@ section for each finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf, isnan
 from statistics import fmean
 from typing import Any
+
+from agile_trainers.evaluation.sequential import Course, Shift
 
 BATCHES = 5
 """Values over which a condition on the episodes must hold."""
@@ -20,7 +22,7 @@ UPDATES = 10
 KEPT = 40
 """Latest values that are kept of each metric."""
 QUIET = 100
-"""Steps for which a finding must have been absent before it is reported again."""
+"""Steps for which a finding must have been absent before it is reported again. Until then it explains others."""
 
 SOLVED = 0.95
 """Share of successful episodes from which a task is solved."""
@@ -34,13 +36,28 @@ MOST = 0.95
 """Share of episodes without advantage from which a batch counts as having no informative group."""
 STILL = 1e-3
 """Change of a token's log-probability, in nats, up to which a policy has not moved."""
-ERRORS = 5.0
-"""Standard errors by which the latest values must differ from the first. Noise alone exceeds them in less than 1 % of runs
-(``tests/evaluation/test_false_findings.py``)."""
-ERRORS_AT_ONCE = 3.0
-"""The same for the success of the latest batches and that of the first alone, where the largest possible error is taken."""
+ERRORS = 4.0
+"""Standard errors by which the latest values of a metric must differ from the first where that alone is no finding."""
 FALL = 0.2
 """Share of the first success that must be lost, or standard deviations of an episode's reward."""
+DESTROYED = 0.5
+"""Share of the first success that a destroyed policy has lost, at least."""
+MOVED = 1.0
+"""Change of a token's log-probability, in nats, from which a policy is far from its start."""
+CUT_MORE = 0.25
+"""Rise of the share of cut answers, from the start, that a destroyed policy shows."""
+FORGOTTEN = 0.2
+"""Share of an earlier ``prompt_information`` up to which it is lost."""
+RULES = 0.5
+"""Gain of the entropy bonus from which it rules the updates, in standard deviations of an episode's reward."""
+KNEW = 0.25
+"""``prompt_information`` that a policy must have had for its loss to be a collapse."""
+UNREAD = 0.02
+"""``prompt_information`` up to which answers do not depend on their prompts."""
+UNREAD_FOR = 4
+"""Measurements in a row in which they do not."""
+CUT_IN_PART = 0.6
+"""Share of episodes cut short from which a run that does not improve may need longer ones."""
 UNPAID = 0.2
 """Correlation of reward and success below which the reward does not pay for success."""
 FAILING = 0.1
@@ -50,6 +67,10 @@ REPEATED = 10
 PINNED = 1.0
 """Smallest ``beta`` that can hold the policy at its reference. Normalized advantages A allow a divergence of about
 Var(A) / (2 beta^2) nats."""
+PAID = 0.75
+"""Share of pairs of a success and a failure in which the success must earn more. A reward without regard to it has 0.5."""
+FEWEST = 8
+"""Episodes that must all have succeeded before their success is doubted."""
 EVERY = 0.9
 """Share of the turns that could begin a new path from which a history rewrites at every turn."""
 TOO_FEW = 0.4
@@ -73,7 +94,8 @@ class Finding:
     advice: str
 
     def __str__(self) -> str:
-        return f"[{self.name}] {self.evidence} {self.advice} (docs/troubleshooting.md#{self.name})"
+        step = f"step {self.step}, " if self.step else ""
+        return f"[{self.name}] {self.evidence} {self.advice} ({step}docs/troubleshooting.md#{self.name})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as a line of ``findings.jsonl``."""
@@ -90,28 +112,6 @@ class Evidence:
     """Severity, larger is worse. A finding is reported again when this has doubled."""
 
 
-@dataclass(frozen=True)
-class Shift:
-    """The difference of the latest values of a metric from the first."""
-
-    first: float
-    """Mean of the first values."""
-    now: float
-    """Mean of as many of the latest."""
-    errors: float
-    """``now - first`` in standard errors."""
-
-    @property
-    def rose(self) -> bool:
-        """True if the difference is a rise that noise does not explain."""
-        return self.errors >= ERRORS
-
-    @property
-    def fell(self) -> bool:
-        """True if the difference is a fall that noise does not explain."""
-        return self.errors <= -ERRORS
-
-
 @dataclass
 class MetricHistory:
     """The metrics that the conditions read.
@@ -121,14 +121,18 @@ class MetricHistory:
     """
 
     patience: bool = True
+    groups: int = 0
+    """Groups of a generation batch, for the freedom of ``success_sem``; 0 if unknown."""
     latest: dict[str, list[float]] = field(default_factory=dict)
     """The last ``KEPT`` values of each metric."""
     earliest: dict[str, list[float]] = field(default_factory=dict)
-    """The first ``UPDATES`` values of each metric."""
+    """The first ``BATCHES`` values of each metric."""
     highest: dict[str, float] = field(default_factory=dict)
     """The highest value of each metric."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values that each metric has had."""
+    courses: dict[str, Course] = field(default_factory=dict)
+    """Comparisons with the first value, of the metrics in ``COURSES``."""
     notes: dict[str, str] = field(default_factory=dict)
     """Evidence that is established elsewhere, by the name of its finding."""
 
@@ -143,10 +147,17 @@ class MetricHistory:
             if isnan(value):
                 continue
             self.latest[name] = [*self.latest.get(name, []), value][-KEPT:]
-            if len(self.earliest.setdefault(name, [])) < UPDATES:
+            if len(self.earliest.setdefault(name, [])) < BATCHES:
                 self.earliest[name].append(value)
             self.highest[name] = max(value, self.highest.get(name, value))
             self.counts[name] = self.counts.get(name, 0) + 1
+            if name in COURSES:
+                error = metrics.get("success_sem") if name == "success" else None
+                if name in self.courses:
+                    self.courses[name].add(value, error, self.groups)
+                else:
+                    errors = [] if error is None else [error**2] * 2
+                    self.courses[name] = Course(self.earliest[name][0], errors=errors)
 
     def last(self, name: str, count: int) -> list[float]:
         """Return the last ``count`` values; an empty list if there are fewer."""
@@ -164,25 +175,29 @@ class MetricHistory:
         values = self.earliest.get(name, [])[:BATCHES]
         return fmean(values) if len(values) == BATCHES or (values and not self.patience) else None
 
+    def start(self, name: str) -> float | None:
+        """Return the first value: that of the policy before any update; None if there is none."""
+        values = self.earliest.get(name, [])
+        return values[0] if values else None
+
     def shift(self, name: str) -> Shift | None:
-        """Compare the latest values with the first: 5 with 5, and 10 with 10 once there are as many; return the clearer.
+        """Compare a metric of ``COURSES`` with its first value; None before enough values, or without patience."""
+        return self.courses[name].shift() if self.patience and name in self.courses else None
 
-        The standard error is that of a difference of two means of independent values. Their variance is half the mean
-        square of successive differences (von Neumann), to which a trend adds little.
+    def errors(self, name: str) -> float:
+        """Return the difference of the latest ``BATCHES`` values from the first in standard errors; 0 before enough.
 
-        Returns:
-            None if there are fewer than ``2 * BATCHES`` values.
+        It is up to date where :meth:`shift` is sure, and judges what only goes with another finding. The variance is half
+        the mean square of successive differences.
         """
-        latest, earliest = self.latest.get(name, []), self.earliest.get(name, [])
-        runs = [latest] if self.counts.get(name, 0) <= KEPT else [earliest, latest]
-        squares = [(b - a) ** 2 for run in runs for a, b in pairwise(run)]
-        found = []
-        for count in (BATCHES, UPDATES):
-            if self.patience and self.counts.get(name, 0) >= 2 * count:
-                first, now = fmean(earliest[:count]), fmean(latest[-count:])
-                error = (fmean(squares) / count) ** 0.5
-                found.append(Shift(first, now, (now - first) / max(error, 1e-9)))
-        return max(found, key=lambda shift: abs(shift.errors), default=None)
+        values, first, now = self.latest.get(name, []), self.first(name), self.mean(name)
+        if not self.patience or first is None or now is None or self.counts[name] < 2 * BATCHES:
+            return 0.0
+        return (now - first) / max((fmean((b - a) ** 2 for a, b in pairwise(values)) / BATCHES) ** 0.5, 1e-9)
+
+    def rose(self, name: str) -> bool:
+        """Return True if the latest values of a metric seem to be higher than the first."""
+        return self.errors(name) > ERRORS
 
     def rises(self, name: str) -> bool:
         """Return True if the last ``UPDATES`` values exceed as many before by more than two standard errors."""
@@ -234,18 +249,57 @@ def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
 
 
 def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
+    if "success_doubtful" in history.notes:
+        return Evidence(history.notes["success_doubtful"])
     first, now = history.earliest.get("success", [])[:BATCHES], history.last("success", BATCHES)
     lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("min", "max"))
     if not (history.patience and now and lowest and highest) or min(*first, *now) < 1.0 or _incomplete(history):
         return None
     low, high = min(lowest), max(highest)
     # Where all succeed, returns may differ a little, as by the number of turns.
-    if _without_advantage(history, options) is not None or high - low < 0.5 * max(abs(low), abs(high)):
+    if _without_advantage(history, options) is not None or not _wide(low, high):
         return None
     return Evidence(
         f"Every episode of the first batches and of the latest counts as a success, but returns go from {low:.3g} to "
         f"{high:.3g}."
     )
+
+
+def _wide(low: float, high: float) -> bool:
+    """Return True if returns differ by at least half of the larger of the lowest and the highest, without sign."""
+    return high - low >= 0.5 * max(abs(low), abs(high)) > 0
+
+
+def reward_doubts(rewards: Sequence[float], successes: Sequence[bool | None]) -> dict[str, str]:
+    """Tell from played episodes whether their reward pays for success, and whether their success can be believed.
+
+    Each success is compared with each failure. The reward misses success if the share of pairs in which the success earned
+    more (half of those that earned the same included) is below ``PAID`` by two standard errors (Mann and Whitney, 1947).
+
+    Args:
+        rewards: Of each episode, NaN without one.
+        successes: Of each episode; None leaves it out.
+
+    Returns:
+        Evidence by the name of its finding, as :func:`findings_before` takes it in ``notes``.
+    """
+    known = [
+        (reward, success) for reward, success in zip(rewards, successes) if success is not None and reward == reward
+    ]
+    won, lost = ([reward for reward, success in known if success is wanted] for wanted in (True, False))
+    if len(won) >= FEWEST and not lost and _wide(min(won), max(won)):
+        text = f"All {len(won)} episodes count as a success, but returns go from {min(won):.3g} to {max(won):.3g}."
+        return {"success_doubtful": text}
+    if not won or not lost:
+        return {}
+    share = fmean((a > b) + 0.5 * (a == b) for a in won for b in lost)
+    error = ((len(known) + 1) / (12 * len(won) * len(lost))) ** 0.5
+    if share + 2 * error >= PAID:
+        return {}
+    return {
+        "reward_misses_success": f"Of pairs of a success and a failure, the success earned more in {share:.0%} "
+        f"({len(won)} successes, mean reward {fmean(won):.3g}; {len(lost)} failures, mean reward {fmean(lost):.3g})."
+    }
 
 
 def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
@@ -256,14 +310,17 @@ def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
 
 
 def _too_easy(history: MetricHistory, options: Any) -> Evidence | None:
-    first = history.first("success")
-    if first is None or not EASY <= first < SOLVED:
+    first, start = history.first("success"), history.start("success")
+    if first is None or start is None or start < EASY or not EASY <= first < SOLVED:
         return None
-    return Evidence(f"{first:.0%} of the first episodes succeeded, before the policy had learned anything.")
+    return Evidence(
+        f"{start:.0%} of the episodes of the first batch succeeded, before any update, and {first:.0%} of the first "
+        f"{BATCHES if history.patience else 1}."
+    )
 
 
 def _entropy_collapse(history: MetricHistory, options: Any) -> Evidence | None:
-    first, now = history.first("entropy"), history.mean("entropy", UPDATES)
+    first, now = history.start("entropy"), history.mean("entropy", UPDATES)
     if first is None or now is None or now > max(min(0.1 * first, 0.1), 0.005) or history.rises("return/mean"):
         return None
     if (history.mean("success") or 0.0) >= EASY:
@@ -273,12 +330,12 @@ def _entropy_collapse(history: MetricHistory, options: Any) -> Evidence | None:
 
 def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
     now, entropy, first = (
-        history.mean("prompt_information", 2), history.mean("entropy"), history.first("entropy"),
+        history.mean("prompt_information", 2), history.mean("entropy"), history.start("entropy"),
     )  # fmt: skip
     best = history.highest.get("prompt_information", 0.0)
     if now is None or entropy is None or first is None:
         return None
-    if best < 0.25 or now > 0.2 * best or entropy < 0.3 * first:
+    if best < KNEW or now > FORGOTTEN * best or entropy < 0.3 * first or _falling(history):
         return None
     return Evidence(
         f"Answers tell {max(now, 0):.0%} of what they could about their prompt, once {best:.0%}, at an entropy of "
@@ -286,10 +343,26 @@ def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
     )
 
 
-def _cut_answers(history: MetricHistory, options: Any) -> Evidence | None:
-    share = history.mean("answers_cut")
-    if share is None or share < 0.25:
+def _prompts_unread(history: MetricHistory, options: Any) -> Evidence | None:
+    values = history.last("prompt_information", UNREAD_FOR)
+    success = history.mean("success")
+    if not history.patience or not values or max(values) > UNREAD or (success or 0.0) >= EASY:
         return None
+    if len(history.last("reward", 2 * UPDATES)) < 2 * UPDATES or history.rises("reward"):
+        return None  # what all prompts have in common may still be learned
+    known = "" if success is None else f" (success {success:.0%})"
+    return Evidence(
+        f"Answers do not depend on their prompt: prompt_information was at most {max(*values, 0):.2g} in each of the latest "
+        f"{len(values)} measurements{known}."
+    )
+
+
+def _cut_answers(history: MetricHistory, options: Any) -> Evidence | None:
+    share, first = history.mean("answers_cut"), history.start("answers_cut")
+    if share is None or first is None or share < 0.25:
+        return None
+    if first < 0.25 and (history.counts["answers_cut"] <= BATCHES or _falling(history)):
+        return None  # of a policy that updates may have destroyed, which is known a few batches later
     cut, everyone, spread = (history.mean(f"return/{name}") for name in ("answers_cut", "mean", "std"))
     worse = None not in (cut, everyone, spread) and cut < everyone - 0.1 * spread  # type: ignore[operator]
     # A limit of a few tokens may be the design of a task; there, only the returns tell whether it hurts.
@@ -339,9 +412,27 @@ def _episodes_cut(history: MetricHistory, options: Any) -> Evidence | None:
     unknown = success is None and (not history.patience or not any(spreads))
     lost = masked or unknown or (success is not None and success <= UNSOLVED)
     if cut < 0.999 or not lost:
-        return None
+        return _cut_in_part(history, options)
     fate = " and mask_truncated_completions=True leaves them out: nothing is trained on" if masked else ""
     return Evidence(f"A limit cut every episode short (max_turns={options.max_turns}){fate}.")
+
+
+def _cut_in_part(history: MetricHistory, options: Any) -> Evidence | None:
+    """Return evidence if limits have cut most episodes since the start, and neither success nor reward improves."""
+    values = [history.last(f"stop/{name}", 4 * BATCHES) for name in ("max_turns", "context_full")]
+    success = history.mean("success", 4 * BATCHES)
+    if not history.patience or success is None or not all(values) or history.rose("success") or history.rose("reward"):
+        return None
+    start, now = (
+        sum(history.earliest[f"stop/{name}"][0] for name in ("max_turns", "context_full")),
+        sum(map(fmean, values)),
+    )
+    if min(start, now) < CUT_IN_PART or success > 1 - now + UNSOLVED:
+        return None
+    return Evidence(
+        f"A limit cut {now:.0%} of the latest episodes short (max_turns={options.max_turns}), and {start:.0%} of the first "
+        f"batch. {success:.0%} succeeded, which has not risen."
+    )
 
 
 def _ratio_clipped(history: MetricHistory, options: Any) -> Evidence | None:
@@ -355,14 +446,14 @@ def _ratio_clipped(history: MetricHistory, options: Any) -> Evidence | None:
 
 def _sampler_too_old(history: MetricHistory, options: Any) -> Evidence | None:
     drift, share = history.mean("drift/kl", UPDATES), history.mean("drift/effective_sample_size", UPDATES)
-    reward = history.shift("reward")
     if drift is None or share is None or drift <= TOO_FAR or share >= TOO_FEW:
         return None
-    if reward is None or reward.rose or not history.last("reward", 2 * UPDATES):
+    reward, first = history.last("reward", 2 * UPDATES), history.first("reward")
+    if not reward or first is None or history.rose("reward"):
         return None
     return Evidence(
         f"The policy that played is {drift:.2g} nats a token away from the one that trains: {share:.0%} of the episodes "
-        f"count, and the reward has not risen, from {reward.first:.3g} to {reward.now:.3g}."
+        f"count, and the reward has not risen, from {first:.3g} to {fmean(reward[-UPDATES:]):.3g}."
     )
 
 
@@ -401,45 +492,64 @@ def _no_weight_change(history: MetricHistory, options: Any) -> Evidence | None:
     change = history.mean("policy_change", 1)
     if change is None or change > STILL or history.counts.get("advantage/zero", 0) < 3 * BATCHES:
         return None
+    if history.counts["policy_change"] < 2:
+        return None  # the first measurement is an early one, for policies that move far
     return Evidence(
         f"Since the first measurement the log-probabilities of the same answers moved by {change:.1g} nats a token: the "
         "updates change nothing."
     )
 
 
-def _fall_at_once(history: MetricHistory, options: Any) -> Shift | None:
-    """Compare the success with that of the first batch, which the model played before any update.
-
-    One batch has no spread. The variance of a group's mean is at most 1/4, so that the standard error of ``groups`` of them
-    is at most 1 / (2 sqrt(groups)), however much tasks differ.
-    """
-    values, now = history.earliest.get("success", []), history.mean("success")
-    if now is None or not history.patience or history.counts["success"] <= BATCHES:
-        return None
-    groups = options.generation_batch_size // options.num_generations
-    error = (0.25 / groups * (1 + 1 / BATCHES)) ** 0.5
-    return Shift(values[0], now, (now - values[0]) / error)
-
-
 def _fall(history: MetricHistory, options: Any) -> tuple[str, Shift] | None:
-    """Return what fell below the first batches, and how far: the success, or without one the reward.
+    """Return what fell below the start, and how far: the success, or without one the reward.
 
     None where later batches have other tasks than the first by design.
     """
     if options.task_sampling == "adaptive" or not options.shuffle_dataset:
         return None
-    at_once, success = _fall_at_once(history, options), history.shift("success")
-    if at_once is not None and at_once.errors <= -ERRORS_AT_ONCE and at_once.now <= 0.5 * at_once.first:
-        return "success", at_once
-    if success is not None:
-        return ("success", success) if success.fell and success.now <= (1 - FALL) * success.first else None
-    reward, spread = history.shift("reward"), history.first("reward_std")
-    if reward is None or spread is None or not reward.fell or reward.first - reward.now < FALL * spread:
+    name = "success" if "success" in history.counts else "reward"
+    shift, start, spread = history.shift(name), history.start(name), history.start("reward_std")
+    if shift is None or start is None or not shift.fell or shift.now >= start:
         return None
-    return "reward", reward
+    enough = FALL * (shift.first if name == "success" else spread or inf)
+    return (name, shift) if shift.first - shift.now >= enough else None
+
+
+def _falling(history: MetricHistory) -> bool:
+    """Return True if the success of the latest batches is lower than at the start, be it by chance."""
+    now, start = history.mean("success"), history.start("success")
+    return history.patience and now is not None and start is not None and now <= (1 - FALL) * start
+
+
+def _paid_as_before(history: MetricHistory) -> bool:
+    """Return True if the reward is as high as at the start: what lowers success is then what the reward pays for."""
+    now, start = history.mean("reward"), history.start("reward")
+    return now is not None and start is not None and now >= start
+
+
+def _pays_for_less(history: MetricHistory, options: Any) -> tuple[Shift, Shift] | None:
+    """Return how success fell and the reward rose, if both did."""
+    fall, reward = _fall(history, options), history.shift("reward")
+    if fall is None or fall[0] != "success" or reward is None or not history.rose("reward"):
+        return None
+    return fall[1], reward
+
+
+def _giving_up_pays(history: MetricHistory, options: Any) -> Evidence | None:
+    both, turns = _pays_for_less(history, options), history.shift("turns/mean")
+    if both is None or turns is None or history.errors("turns/mean") > -ERRORS:
+        return None
+    success, reward = both
+    return Evidence(
+        f"Episodes that end early earn more: up to batch {success.batch} the reward rose from {reward.first:.3g} to "
+        f"{reward.now:.3g} and turns fell from {turns.first:.3g} to {turns.now:.3g}, while success fell from "
+        f"{success.first:.0%} to {success.now:.0%}."
+    )
 
 
 def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | None:
+    if "reward_misses_success" in history.notes:
+        return Evidence(history.notes["reward_misses_success"])
     values = history.latest.get("reward_success_correlation", [])[-2 * UPDATES :]
     if history.patience and len(values) >= BATCHES:
         mean, error = fmean(values), (_variance(values) / len(values)) ** 0.5
@@ -447,35 +557,66 @@ def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | N
             return Evidence(
                 f"Episodes that succeed are not paid for it: reward and success correlate by {mean:.2f} in groups."
             )
-    fall = _fall(history, options)
-    reward = None if fall is None or fall[0] != "success" else history.shift("reward")
-    if fall is None or reward is None or not reward.rose:
+    both = _pays_for_less(history, options)
+    if both is None:
         return None
-    success = fall[1]
+    success, reward = both
     return Evidence(
         f"The reward rises, from {reward.first:.3g} to {reward.now:.3g}, while success falls, from {success.first:.0%} to "
-        f"{success.now:.0%}."
+        f"{success.now:.0%} (batch {success.batch})."
     )
+
+
+def _bonus_rules(history: MetricHistory, options: Any) -> bool:
+    """Return True if the entropy rose, and its bonus or a temperature explains it."""
+    entropy, spread = history.shift("entropy"), history.start("reward_std")
+    if entropy is None or not entropy.rose or entropy.now < 1.25 * entropy.first:
+        return False
+    bonus = options.entropy_coef * (entropy.now - entropy.first)
+    return options.temperature > 1 or options.use_adaptive_entropy or bonus >= RULES * (spread or inf)
+
+
+def _policy_destroyed(history: MetricHistory, options: Any) -> Evidence | None:
+    fall = _fall(history, options)
+    if fall is None or _paid_as_before(history) or _bonus_rules(history, options):
+        return None
+    if fall[1].now > DESTROYED * fall[1].first or fall[1].first <= 0:
+        return None
+    signs = []
+    cut, first = history.mean("answers_cut"), history.start("answers_cut")
+    if cut is not None and first is not None and cut - first >= CUT_MORE:
+        signs.append(f"cut answers rose from {first:.0%} to {cut:.0%}")
+    known, knew = history.mean("prompt_information", 1), history.start("prompt_information")
+    if known is not None and knew is not None and knew > UNREAD and known <= FORGOTTEN * knew:
+        signs.append(f"prompt_information fell from {knew:.2g} to {max(known, 0):.2g}")
+    moved = history.mean("policy_change", 1)
+    if moved is not None and moved >= MOVED:
+        signs.append(f"the log-probabilities of the same answers moved by {moved:.2g} nats a token")
+    if not signs:
+        return None
+    return Evidence(f"Updates have destroyed the policy: {_fallen(*fall)}, {', '.join(signs)}.")
+
+
+def _fallen(name: str, shift: Shift) -> str:
+    text = "{:.0%}" if name == "success" else "{:.3g}"
+    first, now = text.format(shift.first), text.format(shift.now)
+    return f"{name} fell from {first} at the start to {now} by batch {shift.batch}"
 
 
 def _worse_than_start(history: MetricHistory, options: Any) -> Evidence | None:
     fall = _fall(history, options)
-    if fall is None:
+    if fall is None or _paid_as_before(history):
         return None
-    name, shift = fall
-    text = "{:.0%}" if name == "success" else "{:.3g}"
-    return Evidence(
-        f"The policy is worse than at the start: {name} fell from {text.format(shift.first)} to {text.format(shift.now)}."
-    )
+    return Evidence(f"The policy is worse than at the start: {_fallen(*fall)}.")
 
 
 def _entropy_runaway(history: MetricHistory, options: Any) -> Evidence | None:
     entropy = history.shift("entropy")
-    if entropy is None or not entropy.rose or entropy.now < 1.25 * entropy.first:
+    if entropy is None or not _bonus_rules(history, options):
         return None
-    cut, reward = history.shift("answers_cut"), history.shift("reward")
+    cut = history.shift("answers_cut")
     longer = cut is not None and cut.rose and cut.now - cut.first >= 0.1
-    if reward is None or reward.rose or not (longer or _fall(history, options)):
+    if history.rose("reward") or not (longer or _fall(history, options)):
         return None
     answers = f", and {cut.now:.0%} of the answers are cut, first {cut.first:.0%}" if longer and cut is not None else ""
     return Evidence(f"The entropy rose from {entropy.first:.2g} to {entropy.now:.2g} nats a token{answers}.")
@@ -485,9 +626,9 @@ def _kl_pins_policy(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.last("kl", 3 * BATCHES)
     if not values or options.beta < PINNED:
         return None
-    now, reward = fmean(values[-UPDATES:]), history.shift("reward")
+    now = fmean(values[-UPDATES:])
     # Where only small steps keep the policy near, the divergence grows: with the square of their number, if they agree.
-    if now > NEAR or now > 1.5 * fmean(history.earliest["kl"][:BATCHES]) or reward is None or reward.rose:
+    if now > NEAR or now > 1.5 * fmean(history.earliest["kl"][:BATCHES]) or history.rose("reward"):
         return None
     return Evidence(
         f"The penalty holds the policy at its reference: with beta={options.beta:g} the divergence stays at {now:.1g} nats "
@@ -544,7 +685,8 @@ class HealthCheck:
     options: tuple[str, ...] = ()
     """The options that the advice names."""
     unless: tuple[str, ...] = ()
-    """Findings that explain this one: with any of them it is not reported."""
+    """Findings that explain this one: with any of them it is not reported. Of two that explain each other, the one that was
+    made first remains, or the first of the table."""
     silences_from: float = inf
     """Severity from which no other finding is reported, and this one again every ``REPEATED`` steps."""
 
@@ -552,8 +694,12 @@ class HealthCheck:
 _EPISODES = ("success", "advantage/zero", "return/mean", "return/std", "return/min", "return/max")
 _MISSING = ("stop/environment_error", "stop/environment_timeout", "success/unreported", "rewards/nan")
 _LIMITS = ("truncated", "max_turns", "context_full", "rewrite_full")
-_COURSE = ("success", "reward", "reward_std")
-_CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old")
+COURSES = ("success", "reward", "entropy", "answers_cut", "turns/mean")
+"""Metrics that are compared with their first value, batch by batch."""
+_COURSE = ("success", "success_sem", "reward", "reward_std")
+_ENTROPY = ("entropy", *_COURSE)
+_DESTROYED = ("policy_destroyed", "giving_up_pays")
+_CAUSES = (*_DESTROYED, "reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old")
 """Findings that explain a task without success."""
 
 HEALTH_CHECKS: tuple[HealthCheck, ...] = (
@@ -573,24 +719,34 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         ("num_generations",), unless=_CAUSES,
     ),
     HealthCheck(
+        "policy_destroyed", ("answers_cut", "prompt_information", "policy_change", *_ENTROPY), _policy_destroyed,
+        "Lower learning_rate to a tenth, and begin again from the start or a checkpoint before the fall.",
+        ("learning_rate",), unless=("giving_up_pays", "reward_misses_success", "sampler_too_old"),
+    ),
+    HealthCheck(
+        "giving_up_pays", ("turns/mean", *_COURSE), _giving_up_pays,
+        "Pay more for success than an episode saves by ending early: lower the cost of a turn, or raise the final reward.",
+    ),
+    HealthCheck(
         "reward_misses_success", ("reward_success_correlation", *_COURSE), _reward_misses_success,
         "Check the sign of the reward and what it is paid for: training maximizes the reward, not success.",
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "worse_than_start", _COURSE, _worse_than_start,
         "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
         "latest episodes: an environment that changed, or a reward for something else, looks the same.",
-        ("learning_rate",), unless=("reward_misses_success", "entropy_runaway", "sampler_too_old"),
+        ("learning_rate",), unless=(*_DESTROYED, "reward_misses_success", "entropy_runaway", "sampler_too_old"),
     ),
     HealthCheck(
-        "entropy_runaway", ("entropy", "answers_cut", *_COURSE), _entropy_runaway,
+        "entropy_runaway", ("answers_cut", *_ENTROPY), _entropy_runaway,
         "Lower entropy_coef or temperature, then learning_rate: the bonus for variety outweighs the reward.",
-        ("entropy_coef", "temperature", "learning_rate"), unless=("reward_misses_success",),
+        ("entropy_coef", "temperature", "learning_rate"), unless=("giving_up_pays", "reward_misses_success"),
     ),
     HealthCheck(
         "kl_pins_policy", ("kl", *_COURSE), _kl_pins_policy,
         "Lower beta (0.1 and less): the policy cannot leave its reference.",
-        ("beta",), unless=("solved", "zero_advantage_groups", "too_hard", "reward_misses_success", "worse_than_start"),
+        ("beta",), unless=("solved", "zero_advantage_groups", "too_hard", *_CAUSES),
     ),
     HealthCheck(
         "one_task", ("distinct_tasks",), _one_task,
@@ -621,7 +777,13 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "template_collapse", ("prompt_information", "entropy"), _template_collapse,
         "Lower entropy_coef, set beta, and raise num_generations or leave out groups whose rewards hardly differ: noise "
         "drives the updates.",
-        ("entropy_coef", "beta", "num_generations"), unless=("solved",),
+        ("entropy_coef", "beta", "num_generations"), unless=("solved", *_CAUSES),
+    ),
+    HealthCheck(
+        "prompts_unread", ("prompt_information", "success", "reward"), _prompts_unread,
+        "Read prompts in the rollout log: a chat template or history may leave out what an answer needs. If all is there, "
+        "train on demonstrations first.",
+        ("history",), unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "cut_answers", ("answers_cut", "return/answers_cut", "return/mean", "return/std"), _cut_answers,
@@ -644,15 +806,15 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         ("history",),
     ),
     HealthCheck(
-        "episodes_cut", (*(f"stop/{name}" for name in _LIMITS), "success", "return/std"), _episodes_cut,
+        "episodes_cut", (*(f"stop/{name}" for name in _LIMITS), "success", "reward", "return/std"), _episodes_cut,
         "Raise max_turns or max_model_length, end episodes sooner, or set mask_truncated_completions=False.",
-        ("max_turns", "max_model_length", "mask_truncated_completions"),
+        ("max_turns", "max_model_length", "mask_truncated_completions"), unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), _ratio_clipped,
         "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
         "epsilon_high.",
-        ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"),
+        ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"), unless=_DESTROYED,
     ),
     HealthCheck(
         "sampler_too_old", ("drift/kl", "drift/effective_sample_size", "reward"), _sampler_too_old,
@@ -670,13 +832,13 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     HealthCheck(
         "kl_runaway", ("kl",), _kl_runaway,
         "Raise beta or lower learning_rate; reference_update_steps moves the reference along.",
-        ("beta", "learning_rate", "reference_update_steps"),
+        ("beta", "learning_rate", "reference_update_steps"), unless=_DESTROYED,
     ),
     HealthCheck(
         "value_not_learning", ("value/error", "value/spread"), _value_not_learning,
         "Raise critic_learning_rate or vf_coef, give the critic a head start with critic_warmup_steps, or lower "
         "learning_rate.",
-        ("critic_learning_rate", "vf_coef", "critic_warmup_steps", "learning_rate"), unless=("solved",),
+        ("critic_learning_rate", "vf_coef", "critic_warmup_steps", "learning_rate"), unless=("solved", *_DESTROYED),
     ),
     HealthCheck(
         "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
@@ -702,13 +864,16 @@ METRICS = frozenset(name for check in HEALTH_CHECKS for name in check.reads)
 """The metrics that the conditions read."""
 
 
-def findings(history: MetricHistory, options: Any, step: int) -> dict[str, tuple[Finding, float]]:
+def findings(
+    history: MetricHistory, options: Any, step: int, lately: Collection[str] = ()
+) -> dict[str, tuple[Finding, float]]:
     """Apply all health checks.
 
     Args:
         history: The run's metrics.
         options: The run's configuration, a ``MultiTurnConfig``.
         step: Optimizer steps before.
+        lately: Findings that were made not long ago, and still explain others.
 
     Returns:
         What holds now, by name, with its severity.
@@ -722,8 +887,14 @@ def findings(history: MetricHistory, options: Any, step: int) -> dict[str, tuple
     return {
         name: found
         for name, found in held.items()
-        if name in (loud or held) and not held.keys() & set(BY_NAME[name].unless)
+        if name in (loud or held) and not any(_explains(cause, name, held, lately) for cause in BY_NAME[name].unless)
     }
+
+
+def _explains(cause: str, name: str, held: Collection[str], lately: Collection[str]) -> bool:
+    if cause in held and cause not in lately and name in BY_NAME[cause].unless:
+        return [*BY_NAME].index(cause) < [*BY_NAME].index(name)
+    return cause in held or cause in lately
 
 
 def findings_before(
@@ -754,7 +925,8 @@ class Diagnosis:
     """
 
     def __init__(self, options: Any) -> None:
-        self._options, self._history = options, MetricHistory()
+        groups = options.generation_batch_size // options.num_generations
+        self._options, self._history = options, MetricHistory(groups=groups)
         self._said: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._told_at: dict[str, int] = {}
@@ -779,8 +951,8 @@ class Diagnosis:
             metrics: New values; those of a rollout come with one step of each generation batch only.
         """
         self._history.add(metrics)
-        told = []
-        for name, (finding, size) in findings(self._history, self._options, step).items():
+        told, lately = [], [name for name, seen in self._seen.items() if step - seen <= QUIET]
+        for name, (finding, size) in findings(self._history, self._options, step, lately).items():
             said, seen, told_at = self._said.get(name), self._seen.get(name, step), self._told_at.get(name, step)
             holds = size >= BY_NAME[name].silences_from and step - told_at >= REPEATED
             if said is None or size >= 2 * said or step - seen > QUIET or holds:
@@ -796,5 +968,6 @@ class Diagnosis:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state` of a checkpoint."""
-        self._history = MetricHistory(**state["history"])
+        courses = {name: Course.of(course) for name, course in state["history"].get("courses", {}).items()}
+        self._history = MetricHistory(**{**state["history"], "groups": self._history.groups, "courses": courses})
         self._said, self._seen, self._told_at = (dict(state.get(name, {})) for name in ("said", "seen", "told_at"))

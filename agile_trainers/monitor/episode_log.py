@@ -80,7 +80,7 @@ class EpisodeLog:
         group_size = len(rows) if self._by_batch else compared
         summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
         tasks = gather_object([task_of(trajectory) for trajectory in trajectories])
-        summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared)
+        summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared, self._members)
         if self._members > 1:
             summary["groups_with_different_starts"] = self._compare_starts(trajectories)
         failed = next((trajectory for trajectory in trajectories if trajectory.error is not None), None)

@@ -32,8 +32,8 @@ LANDMARKS = 4
 """Answers of the first measurement whose log-probabilities later ones compare."""
 ANSWER_TOKENS = 256
 """Tokens of an answer that are read, at most."""
-EARLY = 15
-"""Generation batch of the second measurement, so that weights that stay are named early."""
+EARLY = (5, 15)
+"""Generation batches of further measurements, so that a policy that is destroyed and weights that stay are named early."""
 FIRST_TURNS = 4
 """Turns among which the one to compare is chosen."""
 
@@ -85,7 +85,7 @@ class PolicyMeasurements:
     Args:
         log_probs: Computes log-probabilities.
         accelerator: The trainer's.
-        every: Generation batches from one measurement to the next, of which ``EARLY`` is one more; 0 for none.
+        every: Generation batches from one measurement to the next, beside those of ``EARLY``; 0 for none.
         token_ids: Ids of the padding and of the end of an answer.
     """
 
@@ -110,7 +110,7 @@ class PolicyMeasurements:
             ``prompt_information`` if the batch has enough different prompts; ``policy_change``, from the second measurement
             on: mean absolute change of a token's log-probability since the first.
         """
-        if not self._every or (generation % self._every and generation != EARLY):
+        if not self._every or (generation % self._every and generation not in EARLY):
             return {}
         compared = compared_answers(trajectories)
         crossed = [answer.after(other.prompt_ids) for answer in compared for other in compared]

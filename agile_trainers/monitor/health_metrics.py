@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import isnan
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from agile_trainers.types import StopReason, Trajectory
@@ -43,6 +43,21 @@ def reward_success_correlation(
     return products / (squares * ones) ** 0.5 if squares > 1e-12 else None
 
 
+def success_sem(successes: Sequence[bool | None], members: int) -> float | None:
+    """Compute the standard error of a batch's success from the spread of its groups, whose tasks may differ in difficulty.
+
+    Args:
+        successes: Of each episode, members of a group side by side; None leaves it out.
+        members: Episodes of a group.
+
+    Returns:
+        None with fewer than two groups.
+    """
+    groups = [successes[first : first + members] for first in range(0, len(successes), members)]
+    means = [fmean(known) for group in groups if (known := [success for success in group if success is not None])]
+    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+
+
 def task_of(trajectory: Trajectory) -> str | None:
     """Return a hash of what an episode was started as: environment, dataset row, ``info`` of reset and first prompt.
 
@@ -55,7 +70,11 @@ def task_of(trajectory: Trajectory) -> str | None:
 
 
 def health_metrics(
-    rows: Sequence[dict[str, Any]], rewards: Sequence[float], tasks: Sequence[str | None], group_size: int
+    rows: Sequence[dict[str, Any]],
+    rewards: Sequence[float],
+    tasks: Sequence[str | None],
+    group_size: int,
+    members: int,
 ) -> dict[str, float]:
     """Compute the metrics of a generation batch, of all processes.
 
@@ -64,16 +83,20 @@ def health_metrics(
         rewards: Of each episode, NaN without one.
         tasks: The :func:`task_of` each episode.
         group_size: Episodes that are compared with each other.
+        members: Episodes of the same task that are played side by side.
 
     Returns:
-        ``reward_success_correlation``, where a group has successes and failures of different reward; ``distinct_tasks``,
-        with data set rows in more than one group.
+        ``success_sem``, where success is known of two groups; ``reward_success_correlation``, where a group has successes
+        and failures of different reward; ``distinct_tasks``, with data set rows in more than one group.
     """
     metrics: dict[str, float] = {}
     sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
     correlation = reward_success_correlation(rewards, sound, group_size)
     if correlation is not None:
         metrics["reward_success_correlation"] = correlation
+    error = success_sem(sound, members)
+    if error is not None:
+        metrics["success_sem"] = error
     known = [task for task in tasks if task is not None]
     if known and len(rows) > group_size:
         metrics["distinct_tasks"] = float(len(set(known)))

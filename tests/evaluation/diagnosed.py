@@ -21,6 +21,9 @@ class Options:
     generation_batch_size: int = 96
     task_sampling: str = "uniform"
     shuffle_dataset: bool = True
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    temperature: float = 1.0
 
 
 HEALTHY: dict[str, float] = {
@@ -32,6 +35,6 @@ HEALTHY: dict[str, float] = {
     "value/error": 0.4, "value/spread": 0.5, "reward": 0.4, "reward_std": 0.5, "reward_success_correlation": 0.9,
     "distinct_tasks": 12.0, "success/unreported": 0.0, "rewards/nan": 0.0,
     "stop/rewrite_full": 0.0, "turns/mean": 11.0, "rewrites/context": 0.1, "rewrites/questions": 0.1, "drift/kl": 0.01,
-    "drift/effective_sample_size": 0.9,
+    "drift/effective_sample_size": 0.9, "success_sem": 0.05,
 }  # fmt: skip
 """The metrics of a step of a healthy run."""

@@ -20,6 +20,7 @@ from agile_trainers.evaluation.diagnosis import (
     Diagnosis,
     MetricHistory,
     findings_before,
+    reward_doubts,
 )
 
 ZERO = {"advantage/zero": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
@@ -86,7 +87,11 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["entropy_collapse"], lambda step: {"prompt_information": 0.9 - 0.02 * step, "entropy": max(1 - step / 20, 0.02)},
         Options(),
     ),
-    "answers that never knew the prompt": ([], always({"prompt_information": 0.02}), Options()),
+    "answers that never knew the prompt": (["prompts_unread"], always({"prompt_information": 0.02}), Options()),
+    "answers that hardly knew the prompt": ([], always({"prompt_information": 0.021}), Options()),
+    "answers without the prompt, which still become better": (
+        [], lambda step: {"prompt_information": 0.0, "reward": 0.4 + 0.01 * step}, Options(),
+    ),
     "cut answers that return less": (["cut_answers"], always({"answers_cut": 0.3}), Options()),
     "cut answers that return as much": ([], always({"answers_cut": 0.3, "return/answers_cut": 0.4}), Options()),
     "one-token answers are cut by design": (
@@ -171,9 +176,40 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["worse_than_start"],
         lambda step: {
             "success": 0.4 if step < 10 else 0.01, "advantage/zero": 1.0 if step > 10 else 0.1, "entropy": 1 - step / 60,
+            "reward": 0.4 if step < 10 else 0.01,
         },
         Options(),
     ),
+    "updates destroy the policy": (
+        ["policy_destroyed"],
+        lambda step: {} if step == 0 else {
+            "success": 0.02, "reward": 0.0, "answers_cut": 0.9, "entropy": 2.0, "prompt_information": 0.0,
+            "policy_change": 5.0,
+            "stop/max_turns": 0.95, "advantage/zero": 0.96 if step > 10 else 0.5, "kl": 3.0, "clip_ratio/region_mean": 0.5,
+            "reward_success_correlation": 0.9 if step < 20 else 0.0,
+        },
+        Options(entropy_coef=0.08),
+    ),
+    "updates destroy the policy, whose answers still end": (
+        ["policy_destroyed"],
+        lambda step: {} if step == 0 else {"success": 0.1, "reward": 0.1, "policy_change": 1.0}, Options(),
+    ),
+    "giving up pays": (
+        ["giving_up_pays"],
+        lambda step: {
+            "success": 0.4 - 0.008 * step, "reward": 0.4 + 0.01 * step, "turns/mean": 11 - 0.2 * step,
+            "reward_success_correlation": 0.9 - 0.03 * step,
+        },
+        Options(),
+    ),
+    "most episodes are cut from the start on": (
+        ["episodes_cut"], always({"stop/max_turns": 0.61, "success": 0.4}), Options(),
+    ),
+    "most episodes are cut, and fewer with time": (
+        [], lambda step: {"stop/max_turns": 0.9 - 0.015 * step, **dict.fromkeys(("success", "reward"), 0.1 + 0.015 * step)},
+        Options(),
+    ),
+    "episodes that are cut succeed": ([], always({"stop/max_turns": 0.8, "success": 0.4}), Options()),
     "the policy forgets, success unknown": (
         ["worse_than_start"], lambda step: {"success": math.nan, "reward": 0.4 if step < 10 else 0.2}, Options(),
     ),
@@ -184,22 +220,25 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         [], lambda step: {"success": 0.4 if step < 10 else 0.1}, Options(shuffle_dataset=False),
     ),
     "the first update destroys the policy": (
-        ["worse_than_start"], lambda step: {"success": 0.6 if step == 0 else 0.1 + 0.02 * (-1) ** step}, Options(),
+        ["worse_than_start"], lambda step: dict.fromkeys(("success", "reward"), 0.6 if step == 0 else 0.1), Options(),
     ),
     "the first of few groups was lucky": (
-        [], lambda step: {"success": 0.6 if step == 0 else 0.1 + 0.02 * (-1) ** step}, Options(generation_batch_size=64),
+        [], lambda step: dict.fromkeys(("success", "reward"), 0.6 if step == 0 else 0.1) | {"success_sem": 0.17}, Options(),
     ),
     "a small loss, success unknown": (
         [], lambda step: {"success": math.nan, "reward": 0.4 if step < 10 else 0.32}, Options(),
     ),
-    "a small loss": ([], lambda step: {"success": 0.4 if step < 10 else 0.33}, Options()),
+    "a small loss": ([], lambda step: dict.fromkeys(("success", "reward"), 0.4 if step < 10 else 0.33), Options()),
     "a loss within the noise": (
-        [], lambda step: {"success": (0.4 if step < 10 else 0.3) + 0.2 * (-1) ** step}, Options(),
+        [], lambda step: dict.fromkeys(("success", "reward"), (0.4 if step < 10 else 0.3) + 0.2 * (-1) ** step) | {
+            "success_sem": 0.2
+        },
+        Options(),
     ),
     "variety for its own sake": (
         ["entropy_runaway"],
         lambda step: {"entropy": 1 + 0.2 * step, "answers_cut": 0.05 + 0.02 * step, "success": 0.4 - 0.005 * step},
-        Options(),
+        Options(entropy_coef=0.5),
     ),
     "a penalty that nothing outweighs": (
         ["kl_pins_policy"], lambda step: {"kl": 2e-4 * (1 + step % 3), "policy_change": 1e-4}, Options(beta=10.0),
@@ -258,7 +297,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         for name in expected:
             check = next(check for check in HEALTH_CHECKS if check.name == name)
             own = {*check.reads}
-            history = MetricHistory()
+            history = MetricHistory(groups=12)
             for step in range(40):
                 values = {**HEALTHY, **planted(step)}
                 history.add({metric: value for metric, value in values.items() if metric in own})
@@ -334,24 +373,37 @@ def test_a_failing_environment_is_repeated_while_it_holds() -> None:
     assert steps == [0, REPEATED, 2 * REPEATED]
 
 
-def test_a_shift_by_hand() -> None:
-    """Values 1 2 1 2 1 and 5 6 5 6 5: successive differences are 1 but for one of 4; the error is sqrt(24 / 9 / 5)."""
-    history = MetricHistory()
-    for value in (1, 2, 1, 2, 1, 5, 6, 5, 6, 5):
-        assert history.shift("success") is None
-        history.add({"success": value})
-    shift = history.shift("success")
-    assert shift is not None
-    assert (shift.first, shift.now) == (pytest.approx(1.4), pytest.approx(5.4))
-    assert shift.errors == pytest.approx(4 / (24 / 9 / 5) ** 0.5)
+def test_a_fall_is_not_said_of_what_the_reward_pays_for() -> None:
+    """Success falls and the reward does not: the learning rate is not to blame."""
+    planted = lambda step: {"success": 0.4 if step < 10 else 0.01}  # noqa: E731
+    assert not {"worse_than_start", "policy_destroyed"} & {*told(planted, Options())}
 
 
-def test_the_first_values_are_kept_for_the_whole_run() -> None:
-    history = MetricHistory()
-    for step in range(200):
-        history.add({"success": 0.5 + 0.01 * (-1) ** step - (0.2 if step > 150 else 0)})
-    shift = history.shift("success")
-    assert shift is not None and shift.fell and shift.now == pytest.approx(0.3, abs=0.01)
+def test_of_two_findings_that_explain_each_other_one_remains() -> None:
+    """The first of the table if both are made at once, otherwise the earlier, which the later one follows from."""
+    both: dict[str, float] = {"success": 0.02, "reward": 0.0, "answers_cut": 0.9}
+
+    def told_with(correlated: Callable[[int], float]) -> list[str]:
+        return told(lambda step: {"reward_success_correlation": correlated(step)} | (both if step else {}), Options())
+
+    assert told_with(lambda step: 0.0) == ["reward_misses_success"], "made at the fifth batch, before the sixth"
+    assert told_with(lambda step: 0.0 if step else math.nan) == ["policy_destroyed"], "both at the sixth"
+    assert told_with(lambda step: 0.9 if step < 9 else 0.0) == ["policy_destroyed"]
+
+
+def test_doubts_about_rewards_of_played_episodes() -> None:
+    """As a run would say it: the names and the advice are those of the table."""
+    won = [True, False] * 10
+    assert reward_doubts([1.0, 0.0] * 10, won) == {}
+    assert [*reward_doubts([-1.0, 0.0] * 10, won)] == ["reward_misses_success"], "the sign"
+    unrelated = reward_doubts([1.0, 1.0, 0.0, 0.0] * 10, won * 2)
+    assert "earned more in 50% (20 successes, mean reward 0.5; 20 failures" in unrelated["reward_misses_success"]
+    assert reward_doubts([0.3, 0.1, 0.2, 0.9], [True, False, None, False]) == {}, "too few to say"
+    assert reward_doubts([1.0, 0.9] * 4, [True] * 8) == {} == reward_doubts([-0.1, 1.3] * 3, [True] * 6)
+    doubtful = reward_doubts([-0.1, 1.3] * 4, [True] * 8)
+    assert doubtful == {"success_doubtful": "All 8 episodes count as a success, but returns go from -0.1 to 1.3."}
+    (finding,) = findings_before(HEALTHY | {"success": 1.0}, Options(), doubtful)
+    assert finding.name == "success_doubtful" and "Check info" in finding.advice
 
 
 def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:

@@ -19,17 +19,25 @@ RUNS = json.loads((Path(__file__).parent / "recorded_runs.json").read_text(encod
 FINDINGS: dict[str, list[tuple[int, str]]] = {
     "length": [(5, "reward_misses_success")],
     "flipped sign": [(5, "reward_misses_success")],
-    "learning rate times 100": [(6, "worse_than_start")],
+    "learning rate times 100": [(6, "policy_destroyed")],
+    "learning rate .3, 64 episodes": [(6, "policy_destroyed")],
+    "learning rate .05": [(11, "policy_destroyed")],
+    "learning rate .05, 64 episodes": [(6, "policy_destroyed")],
+    "giving up pays": [(11, "giving_up_pays")],
+    "one turn of four": [(20, "episodes_cut")],
+    "two turns of four": [(20, "episodes_cut")],
+    "prompts unread": [(22, "prompts_unread")],
     "random reward": [(5, "reward_misses_success")],
     "beta=10": [(15, "kl_pins_policy")],
     "environment dies": [(2, "environment_failing"), (12, "environment_failing"), (22, "environment_failing")],
     "NaN for one answer": [(1, "environment_failing"), (11, "environment_failing"), (21, "environment_failing")],
     "NaN for one answer, reward function": [(1, "rewards_missing")],
     "one task": [(10, "one_task")],
-    "entropy bonus": [(13, "entropy_runaway")],
+    "entropy bonus": [(16, "entropy_runaway")],
     "random reward function": [(5, "reward_misses_success")],
     "healthy, grpo": [],
     "healthy, kl": [],
+    "healthy, 64 episodes": [],
     "healthy, reinforce": [],
     "healthy, ppo": [],
     "healthy, slow": [],
@@ -59,7 +67,7 @@ def test_what_a_run_is_told(name: str) -> None:
     assert told(name) == FINDINGS[name]
 
 
-def test_every_run_is_judged_and_every_failure_named_within_20_logs() -> None:
+def test_every_run_is_judged_and_every_failure_named_within_22_logs() -> None:
     assert FINDINGS.keys() == RUNS.keys()
     for name, found in FINDINGS.items():
-        assert name.startswith("healthy") or found[0][0] <= 20, name
+        assert name.startswith("healthy") or found[0][0] <= 22, name
