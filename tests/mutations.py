@@ -560,7 +560,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
-        "or any(reshaping(self.settings)))", ")", f"{MISMATCH_RUNS} -k only_warns",
+        "or self.dropout or self.penalized)", "or self.dropout)", f"{MISMATCH_RUNS} -k only_warns",
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",

@@ -368,6 +368,13 @@ _VLLM = (
         "offload_policy_during_rollout", "vllm_server_start",
     ),
     acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
+    Rule(
+        ("top_k", "top_p", "min_p"),
+        lambda args, value: not args.use_vllm or not value,
+        "{name}={value!r} removes tokens, and vLLM does not return which, so that the gradient would be biased. Sample with "
+        "transformers (use_vllm=False), which records them, or leave {name} unset. See docs/rollouts.md.",
+        when_set=True,
+    ),
     one_of("vllm_mode", "colocate", "server"),
     idle("max_model_length limits the conversation, and the engine's too", "vllm_max_model_length"),
     idle("the environment judges the form of an answer", "vllm_structured_outputs_regex"),

@@ -87,6 +87,15 @@ def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str,
         config(tmp_path, **changes).with_environment()
 
 
+@pytest.mark.parametrize("changes", [{"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.1}])
+def test_filters_whose_kept_tokens_vllm_does_not_return(tmp_path: Path, changes: dict[str, object]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"{name}={value} removes tokens.*use_vllm=False"):
+        config(tmp_path, use_vllm=True, **changes).with_environment()
+    assert config(tmp_path, **changes).with_environment()
+    assert config(tmp_path, use_vllm=True, min_p=0.0, min_new_tokens=2).with_environment()
+
+
 @pytest.mark.parametrize(
     ("changes", "corrects"),
     [

@@ -32,6 +32,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from agile_trainers.objectives.kept_sets import without
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
@@ -265,7 +266,7 @@ class VllmGenerator:
         check_token_ids("eos_token_ids", eos_token_ids, engine.vocab_size)
         self._engine, self._adapter_of = engine, adapter_of
         self._settings = settings
-        self._params = _sampling_params(settings, eos_token_ids)
+        self._params, self._eos = _sampling_params(settings, eos_token_ids), eos_token_ids
         self._stop = stop_criteria(settings, tokenizer)
         self._conversations = Conversations()
         self._under_way: dict[str, _Answer] = {}
@@ -353,7 +354,10 @@ class VllmGenerator:
         if self._stop is not None:
             self._engine.engine.abort_request([key])  # vLLM does not get the stop strings
         self._conversations.answered(request, answer.token_ids)
-        return GenerationOutput(request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read)
+        kept = kept_sets(self._settings, self._eos, len(answer.token_ids))
+        return GenerationOutput(
+            request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read, kept
+        )
 
 
 def check_settings(settings: SamplingSettings) -> None:
@@ -373,6 +377,17 @@ def check_settings(settings: SamplingSettings) -> None:
             f"vLLM applies min_p={settings.min_p} before top_p={settings.top_p}, transformers after it: the combination "
             "gives different distributions. Use one of them."
         )
+
+
+def kept_sets(settings: SamplingSettings, eos_token_ids: Iterable[int], count: int) -> list[bytes] | None:
+    """Return the kept sets of an answer of ``count`` tokens, where only ``min_new_tokens`` removes any.
+
+    Those of ``top_k``, ``top_p`` and ``min_p`` vLLM does not return: they are None, and training refuses these options.
+    """
+    if len(settings.filters) != 1 or not settings.min_new_tokens:
+        return None
+    held = min(settings.min_new_tokens, count)
+    return [without(sorted(eos_token_ids))] * held + [b""] * (count - held)
 
 
 @contextmanager
