@@ -370,9 +370,10 @@ _VLLM = (
     acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
     Rule(
         ("top_k", "top_p", "min_p"),
-        lambda args, value: not args.use_vllm or not value,
-        "{name}={value!r} removes tokens, and vLLM does not return which, so that the gradient would be biased. Sample with "
-        "transformers (use_vllm=False), which records them, or leave {name} unset. See docs/rollouts.md.",
+        lambda args, value: not args.use_vllm or not value or (args.vllm_mode == "colocate" and args.top_k),
+        "{name}={value!r} removes tokens, and vLLM does not return which, so that the gradient would be biased. Bound them "
+        "by top_k with vllm_mode='colocate' (top_k=1000 beside {name}), sample with transformers (use_vllm=False), or leave "
+        "{name} unset. See docs/rollouts.md.",
         when_set=True,
     ),
     one_of("vllm_mode", "colocate", "server"),

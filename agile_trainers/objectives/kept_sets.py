@@ -35,11 +35,13 @@ def encode_sets(kept: torch.Tensor) -> list[bytes]:
     if all(count == vocab for count in numbers):
         return [b""] * len(numbers)
     few = torch.minimum(counts, vocab - counts)
-    listed = (kept ^ (counts > few)[:, None]) & (few < _words_of(vocab))[:, None]
-    ids = listed.nonzero()[:, 1].int().cpu().numpy()
+    short = few < _words_of(vocab)
+    # Each copy waits for the device, whatever the number of rows.
+    ids = ((kept ^ (counts > few)[:, None]) & short[:, None]).nonzero()[:, 1].int().cpu().numpy()
+    fewest = [min(count, vocab - count) for count in numbers]
+    dense = iter(kept[~short].cpu().numpy() if max(fewest) >= _words_of(vocab) else ())
     sets, start = list[bytes](), 0
-    for row, count in enumerate(numbers):
-        fewer = min(count, vocab - count)
+    for count, fewer in zip(numbers, fewest, strict=True):
         if count == vocab:
             sets.append(b"")
         elif fewer < _words_of(vocab):
@@ -47,7 +49,7 @@ def encode_sets(kept: torch.Tensor) -> list[bytes]:
             start += fewer
         else:
             bits = np.zeros(_words_of(vocab) * _WIDTH, dtype=bool)
-            bits[:vocab] = kept[row].cpu().numpy()
+            bits[:vocab] = next(dense)
             sets.append(_encoded(_BITS, np.packbits(bits, bitorder="little").view("<i4")))
     return sets
 
