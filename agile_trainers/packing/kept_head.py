@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ class KeptHead:
         device = head.weight.device
         hidden, tokens, kept = hidden.to(device), tokens.to(device), KeptSets(*(part.to(device) for part in kept))
         compute = partial(self._of_piece, head, model.config.get_text_config())
-        size = max(1, _LOGITS // head.weight.shape[0])
+        size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
         found = []
         # Of no token there is one piece too, which keeps the outputs connected to the model.
         for start in range(0, max(len(tokens), 1), size):
@@ -67,12 +68,9 @@ class KeptHead:
     def _of_piece(
         self, head: Any, config: Any, hidden: torch.Tensor, tokens: torch.Tensor, kept: KeptSets
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.in_fp32:
-            bias = None if head.bias is None else head.bias.float()
-            with torch.autocast(hidden.device.type, enabled=False):
-                logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
-        else:
-            logits = head(hidden)
+        # TRL has cast the weights to float32 then. The module is called, so that engines gather a sharded weight.
+        with torch.autocast(hidden.device.type, enabled=False) if self.in_fp32 else nullcontext():
+            logits = head(hidden.float() if self.in_fp32 else hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale(config)
         cap = getattr(config, "final_logit_softcapping", None)
         if cap is not None:
