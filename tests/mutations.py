@@ -567,7 +567,7 @@ MUTATIONS = [
     ),
     Mutation(
         "kept sets of other tokens", "packing/forward.py",
-        "% columns - (columns - length)", "% columns", f"{TRUNCATED} -k kl_entropy",
+        "% columns - (columns - length)", "% columns", f"{TRUNCATED_RUNS} -k ratios",
     ),
     Mutation(
         "equal tokens of other kept sets read as one", "packing/forward.py",
