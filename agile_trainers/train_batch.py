@@ -20,9 +20,14 @@ Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
 
 _PROMPT, _TOKENS, _EPISODES, _SCALAR, _FLAT, _PATHS = "(B, P)", "(B, T)", "(B,)", "()", "(B, F)", "(B, M)"
+_WORDS = "(B, W)"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
-READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "path_ids", "path_lengths", "places")
-"""Fields that a forward pass takes; the last three where episodes have several paths."""
+READ = (
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
+    "path_ids", "path_lengths", "places",
+    "kept_words", "kept_sizes",
+)  # fmt: skip
+"""Fields that a forward pass takes; the middle ones where episodes have several paths, the last where a filter sampled."""
 
 
 def _shaped(shape: str, **options: Any) -> Any:
@@ -81,6 +86,11 @@ class TrainBatch:
     """(B, M) int64, tokens of each path."""
     places: torch.Tensor | None = _shaped(_TOKENS, default=None)
     """(B, T) int64, column in ``path_ids`` of each action token, -1 elsewhere."""
+    kept_words: torch.Tensor | None = _shaped(_WORDS, default=None)
+    """(B, W) int32, the sets of tokens that were kept when each was sampled; see :class:`~agile_trainers.types.TurnBatch`.
+    Log-probabilities, ratios, KL and entropy are of policies renormalised over them. None: over all tokens."""
+    kept_sizes: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T) int32, the number of words of each set."""
     turn_columns: Batch = field(default_factory=dict)
     """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)
@@ -219,6 +229,8 @@ def _trimmed(part: Batch, multiple: int | None) -> Batch:
     if "path_ids" in part:
         lengths = part["path_lengths"]
         sizes |= {_FLAT: int(lengths.sum(dim=1).max()), _PATHS: int((lengths > 0).sum(dim=1).max())}
+    if "kept_sizes" in part:
+        sizes[_WORDS] = int(part["kept_sizes"].sum(dim=1).max())
     return {name: _cut(value, _SHAPES[name], sizes) for name, value in part.items()}
 
 

@@ -141,6 +141,9 @@ class Trajectory:
     """Prompt tokens that were read again, since they were no longer in the generator's cache. None: it cannot tell."""
     version: int = 0
     """Number of generation batches that the policy which played it was trained on, with ``batches_ahead``; else 0."""
+    kept: list[bytes] | None = None
+    """Same length as ``completion_ids``, where settings such as ``top_p`` removed tokens from what was sampled: the set of
+    those that were kept for each token (:mod:`agile_trainers.objectives.kept_sets`), empty for all and on observations."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
 
@@ -343,6 +346,11 @@ class TurnBatch:
     """(B, M) int64, number of tokens of each path, 0 after the last."""
     places: torch.Tensor | None = None
     """(B, T) int64, column in ``path_ids`` of each action token, -1 elsewhere."""
+    kept_words: torch.Tensor | None = None
+    """(B, W) int32, the sets of tokens that were kept when each token was sampled, one after another; see
+    :mod:`agile_trainers.objectives.kept_sets`. None if no set was recorded, as is ``kept_sizes``."""
+    kept_sizes: torch.Tensor | None = None
+    """(B, T) int32, the number of words of each token's set; 0 for the set of all tokens."""
 
     def rows(self, chosen: torch.Tensor) -> TurnBatch:
         """Select rows.

@@ -67,6 +67,9 @@ VIEWER = "tests/viewer/test_page.py"
 LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
+KEPT = "tests/objectives/test_kept_sets.py"
+TRUNCATED = "tests/trainers/test_truncated_enumeration.py"
+TRUNCATED_RUNS = "tests/trainers/test_truncated_runs.py"
 DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
@@ -575,8 +578,32 @@ MUTATIONS = [
         "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
+        "a policy over all tokens under a filter", "objectives/kept_sets.py",
+        "logits.masked_fill(~kept, -torch.inf).log_softmax", "logits.log_softmax", KEPT,
+    ),
+    Mutation(
+        "kept sets of other tokens", "packing/forward.py",
+        "% columns - (columns - length)", "% columns", f"{TRUNCATED_RUNS} -k ratios",
+    ),
+    Mutation(
+        "equal tokens of other kept sets read as one", "packing/forward.py",
+        'if "kept" not in inputs:', "if True:", f"{PACKED_FORWARD} -k with_kept_sets",
+    ),
+    Mutation(
+        "an old policy over all tokens", "step/log_probs.py",
+        "kept=kept_of(part)", "kept=None", f"{TRUNCATED_RUNS} -k ratios",
+    ),
+    Mutation(
+        "kept sets lost in a checkpoint", "rollout/replay.py",
+        "read=None, kept=answer.kept", "read=None", f"{TRUNCATED_RUNS} -k goes_on",
+    ),
+    Mutation(
+        "a truncated policy without its temperature", "packing/kept_head.py",
+        "logits / self.temperature", "logits", f"{TRUNCATED} -k kl_entropy",
+    ),
+    Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
-        "or any(reshaping(self.settings)))", ")", f"{MISMATCH_RUNS} -k only_warns",
+        "or self.dropout or self.penalized)", "or self.dropout)", f"{MISMATCH_RUNS} -k only_warns",
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",

@@ -382,6 +382,14 @@ _VLLM = (
         "offload_policy_during_rollout", "vllm_server_start",
     ),
     acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
+    Rule(
+        ("top_k", "top_p", "min_p"),
+        lambda args, value: not args.use_vllm or not value or (args.vllm_mode == "colocate" and args.top_k),
+        "{name}={value!r} removes tokens, and vLLM does not return which, so that the gradient would be biased. Bound them "
+        "by top_k with vllm_mode='colocate' (top_k=1000 beside {name}), sample with transformers (use_vllm=False), or leave "
+        "{name} unset. See docs/rollouts.md.",
+        when_set=True,
+    ),
     one_of("vllm_mode", "colocate", "server"),
     idle("max_model_length limits the conversation, and the engine's too", "vllm_max_model_length"),
     idle("the environment judges the form of an answer", "vllm_structured_outputs_regex"),

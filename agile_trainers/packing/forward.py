@@ -17,7 +17,9 @@ import torch
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
+from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import Plan, TrieAttention
+from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.trie import Trie, build_trie
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
@@ -39,43 +41,67 @@ class ValueReading:
 
 
 _read: torch.Tensor | None = None  # of the forward pass that runs; None for all hidden states
+_heard: list[torch.Tensor] | None = None  # gets these (R, H) where the LM head is ours
 
 
-def select_before_head(base: PreTrainedModel) -> None:
-    """Add the keyword ``read`` to a model's ``forward``: the hidden states that reach the LM head.
+def select_before_head(base: PreTrainedModel, head: KeptHead) -> None:
+    """Add the keywords ``read`` and ``kept`` to a model's ``forward``.
+
+    These are the hidden states that reach the LM head, and the sets of tokens that their distributions are renormalised
+    over. With sets, TRL's head reads the first hidden state alone, and ours all of them.
 
     A deep copy of the model computes with its own weights, since neither the method nor the hook holds the model.
 
     Args:
         base: The model below the adapters, with TRL's fused head.
+        head: Computes log-probabilities where there are sets.
     """
     original = base.forward.__func__
 
     # Keeps the original signature, which `generate` and the rollout generator inspect.
     @functools.wraps(type(base).forward)
-    def forward(model: PreTrainedModel, *args: Any, read: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        with _reading(read):
-            return original(model, *args, **kwargs)
+    def forward(
+        model: PreTrainedModel,
+        *args: Any,
+        read: torch.Tensor | None = None,
+        kept: KeptSets | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if kept is None:
+            with _reading(read):
+                return original(model, *args, **kwargs)
+        tokens = kwargs.pop("shift_labels")
+        heard: list[torch.Tensor] = []
+        with _reading(read, heard):
+            outputs = original(model, *args, shift_labels=tokens[:, :1], **kwargs)
+        return head(model, heard[0], tokens[0], kept, outputs)
 
     base.forward = MethodType(forward, base)
     base.base_model.register_forward_hook(_select)
 
 
 @contextmanager
-def _reading(read: torch.Tensor | None) -> Iterator[None]:
-    global _read
-    before, _read = _read, read
+def _reading(read: torch.Tensor | None, heard: list[torch.Tensor] | None = None) -> Iterator[None]:
+    global _read, _heard
+    before, _read, _heard = (_read, _heard), read, heard
     try:
         yield
     finally:
-        _read = before
+        _read, _heard = before
 
 
 def _select(decoder: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
     if _read is not None:
         hidden = outputs.last_hidden_state.flatten(0, 1)
-        outputs.last_hidden_state = hidden.index_select(0, _read.to(hidden.device))[None]
+        hidden = hidden.index_select(0, _read.to(hidden.device))
+        if _heard is not None:
+            _heard.append(hidden)
+            hidden = hidden[:1]
+        outputs.last_hidden_state = hidden[None]
     return outputs
+
+
+_UNSCALED = KeptHead()
 
 
 class PackedForward:
@@ -83,15 +109,23 @@ class PackedForward:
 
     Args:
         base: The model below the adapters, with TRL's fused head. It may be shared by several adapters.
+        kept_head: Computes log-probabilities where tokens have kept sets.
         selects: False if the model adds virtual tokens, so that columns of hidden states and tokens differ.
         multiple: Packed rows are padded to a multiple of this many tokens, so that few shapes are compiled.
     """
 
-    def __init__(self, base: PreTrainedModel, *, selects: bool = True, multiple: int = 1) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        kept_head: KeptHead = _UNSCALED,
+        *,
+        selects: bool = True,
+        multiple: int = 1,
+    ) -> None:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
         self._takes_positions = takes_position_ids(base)
         if selects:
-            select_before_head(base)
+            select_before_head(base, kept_head)
 
     def reading(
         self,
@@ -101,6 +135,7 @@ class PackedForward:
         pack: Pack | None = None,
         values: ValueReading | None = None,
         paths: Paths | None = None,
+        kept: KeptSets | None = None,
     ) -> Forward:
         """Wrap ``model`` for TRL's ``_get_per_token_logps_and_entropies``.
 
@@ -110,7 +145,16 @@ class PackedForward:
             pack: Returns whether rows with an attention mask (Q, S) and a trie are packed. Default: never.
             values: Values to read in the same pass.
             paths: The rows that are read. Default: prompt and completion of each episode.
+            kept: The sets of the (B * T,) completion tokens that the policy is renormalised over. Default: all tokens.
+
+        Raises:
+            ValueError: For sets with a model that adds virtual tokens.
         """
+        if kept is not None and not self._selects:
+            raise ValueError(
+                "A prompt-learning adapter cannot be trained on episodes with kept sets. Use another adapter, or sample "
+                "without top_p, top_k, min_p and min_new_tokens."
+            )
 
         def forward(
             *, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **inputs: Any
@@ -127,6 +171,8 @@ class PackedForward:
             trie = self._trie(rows.ids, rows.mask, read, pack)
             if cells is not None:
                 inputs["value_positions"], order = _value_positions(cells, rows.mask, trie, paths)
+            if kept is not None:
+                inputs["kept"] = kept.at(rows.completion_places(len(kept.sizes)))
             outputs = self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs)
             if cells is not None:
                 assert values is not None
@@ -191,8 +237,11 @@ class PackedForward:
     def _packed(self, model: Forward, trie: Trie, rows: _Rows, inputs: dict[str, Any]) -> Any:
         # Rows share a token's log-probability if they share its whole prefix: the node before it, and the token.
         pairs = torch.stack([trie.nodes.view(-1)[rows.before], rows.tokens], dim=1)
-        pairs, of = pairs.unique(dim=0, return_inverse=True)
-        read = torch.cat([pairs, pairs.new_tensor([[0, -100]]).expand(-len(pairs) % self._multiple, 2)])
+        of = None
+        read = pairs
+        if "kept" not in inputs:  # with sets, these would have to be the same too
+            pairs, of = pairs.unique(dim=0, return_inverse=True)
+            read = torch.cat([pairs, pairs.new_tensor([[0, -100]]).expand(-len(pairs) % self._multiple, 2)])
         with self._attending(trie) as packed:
             outputs = model(shift_labels=read[None, :, 1], read=read[:, 0], **packed, **inputs)
         return _scattered(outputs, rows, of)
@@ -251,6 +300,12 @@ class _Rows:
             return cls(ids, mask, row * ids.size(1) + column, tokens, outputs, shape)
         before = paths.cells[row, column - (shape[1] - paths.cells.size(1))] - 1
         return cls(paths.ids, paths.mask, before, tokens, outputs, shape)
+
+    def completion_places(self, count: int) -> torch.Tensor:
+        """Return the place (R,) of each token among the ``count`` completion tokens (B * T,) of the episodes."""
+        episodes, columns = self.shape
+        length = count // episodes
+        return self.outputs // columns * length + self.outputs % columns - (columns - length)
 
     @property
     def labels(self) -> torch.Tensor:

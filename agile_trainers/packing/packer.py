@@ -10,15 +10,22 @@ from accelerate import Accelerator
 from transformers.utils import logging
 
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import BLOCK
 from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
+from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
 from agile_trainers.paths import Paths
 from agile_trainers.train_batch import READ, Batch, order_by_length, paths_of, read_inputs, rows_read
 
 logger = logging.get_logger(__name__)
+
+
+def kept_of(part: Batch) -> KeptSets | None:
+    """Return the kept sets of the tokens (B * T,) of a micro-batch in TRL's form; None without any."""
+    return KeptSets.of(part["kept_words"], part["kept_sizes"]) if "kept_sizes" in part else None
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Packer:
         forbidden: Why the run itself does not allow packing; None if it does.
         dtype: In which the layers compute.
         compiled: True with ``torch_compile``.
+        kept_head: Computes log-probabilities where tokens have kept sets.
 
     Raises:
         ValueError: With ``mode="prefix"``, if a model cannot be packed.
@@ -55,6 +63,7 @@ class Packer:
         forbidden: str | None,
         dtype: torch.dtype,
         compiled: bool,
+        kept_head: KeptHead,
     ) -> None:
         self._mode, self._accelerator = mode, accelerator
         bases = [base_model(model) for model in models]
@@ -71,7 +80,7 @@ class Packer:
         self.multiple = BLOCK if compiled or bases[0].device.type != "cpu" else 1
         """The tokens of a packed pass are padded to a multiple of it."""
         self._forwards = {
-            id(base): PackedForward(base, selects=not adds_virtual_tokens(model), multiple=self.multiple)
+            id(base): PackedForward(base, kept_head, selects=not adds_virtual_tokens(model), multiple=self.multiple)
             for model, base in zip(models, bases, strict=True)
         }
         if self._packs:
@@ -193,10 +202,11 @@ class Packer:
         scored: torch.Tensor | None,
         values: ValueReading | None = None,
         paths: Paths | None = None,
+        kept: KeptSets | None = None,
     ) -> Forward:
         """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
         pack = self._pays if self.packs else None
-        return self._forward(model).reading(model, scored, pack=pack, values=values, paths=paths)
+        return self._forward(model).reading(model, scored, pack=pack, values=values, paths=paths, kept=kept)
 
     def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:
         """Read a critic's values (B, U) at positions (B, U); see :meth:`PackedForward.values`."""

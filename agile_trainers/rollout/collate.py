@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from agile_trainers.objectives.kept_sets import pad_sets
 from agile_trainers.types import NO_TURN, Trajectory, TurnBatch
 
 
@@ -84,6 +85,9 @@ def collate(
         for k, anchor in enumerate(trajectory.anchors):
             batch.anchors[row, k] = 0 if anchor is None else _hash(anchor)
         batch.following[row, max(len(trajectory.turns) - 1, 0) :] = num_turns
+    if any(trajectory.kept is not None for trajectory in trajectories):
+        sets = [trajectory.kept or () for trajectory in trajectories]
+        batch.kept_words, batch.kept_sizes = pad_sets(sets, length)
     if any(trajectory.paths is not None for trajectory in trajectories):
         _add_paths(batch, trajectories, [[*prompt, *completion] for prompt, completion in zip(prompts, completions)])
     _check_logprobs(batch)
@@ -141,6 +145,11 @@ def _check(trajectory: Trajectory) -> None:
         raise ValueError(
             f"A trajectory has {length} completion tokens but {len(trajectory.sampling_logprobs)} sampling log-probs; "
             "every token needs one (0.0 on observations)."
+        )
+    if trajectory.kept is not None and len(trajectory.kept) != length:
+        raise ValueError(
+            f"A trajectory has {length} completion tokens but {len(trajectory.kept)} kept sets; every token needs one "
+            "(empty on observations), or kept must be None."
         )
     end = 0
     for k, turn in enumerate(trajectory.turns):

@@ -47,6 +47,8 @@ class Call:
     """Reason for a prompt that does not extend the call before, in a few words."""
     question: bool = False
     """True if the environment does not get the answer; see :class:`~agile_trainers.types.Turn`."""
+    kept: list[bytes] | None = None
+    """The set of tokens that was kept for each of the answer; see :class:`~agile_trainers.types.Trajectory`."""
 
 
 def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int] = (), **options: Any) -> Trajectory:
@@ -99,6 +101,7 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
         prompt_ids=list(calls[0].prompt_ids),
         completion_ids=[token for call in calls for token in call.answer_ids],
         sampling_logprobs=[value for call in calls for value in call.logprobs],
+        kept=_kept(calls),
         turns=turns,
         stop_reason=stop_reason,
         paths=paths,
@@ -122,11 +125,20 @@ def conversation(calls: Sequence[Call], stop_reason: StopReason, **options: Any)
     if len(whole.paths) > 1 or any(one.place + one.end - one.start > two.place for one, two in pairwise(whole.turns)):
         raise ValueError("The calls do not extend each other; make the episode with forest().")
     path, start = whole.paths[0], whole.turns[0].place
-    logprobs = [0.0] * (len(path) - start)
+    logprobs, kept = [0.0] * (len(path) - start), [b""] * (len(path) - start)
     for turn, call in zip(whole.turns, calls, strict=True):
         turn.start, turn.end, turn.place = turn.place - start, turn.place - start + len(call.answer_ids), 0
         logprobs[turn.start : turn.end] = call.logprobs
-    return replace(whole, completion_ids=path[start:], sampling_logprobs=logprobs, paths=None)
+        kept[turn.start : turn.end] = call.kept or [b""] * len(call.answer_ids)
+    sets = None if whole.kept is None else kept
+    return replace(whole, completion_ids=path[start:], sampling_logprobs=logprobs, kept=sets, paths=None)
+
+
+def _kept(calls: Sequence[Call]) -> list[bytes] | None:
+    """Return the sets of the calls' tokens, one after another; None if no call has any."""
+    if all(call.kept is None for call in calls):
+        return None
+    return [kept for call in calls for kept in call.kept or [b""] * len(call.answer_ids)]
 
 
 def _paths(whole: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
@@ -152,5 +164,7 @@ def _check(call: Call, k: int) -> None:
             f"Call {k} has {len(call.answer_ids)} sampled tokens but {len(call.logprobs)} sampling log-probs; each needs "
             "one."
         )
+    if call.kept is not None and len(call.kept) != len(call.answer_ids):
+        raise ValueError(f"Call {k} has {len(call.answer_ids)} sampled tokens but {len(call.kept)} kept sets.")
     if call.rewarded is not None and not 0 <= call.rewarded <= k:
         raise ValueError(f"rewarded of call {k} is {call.rewarded}; expected 0 to {k}, the number of calls before it.")

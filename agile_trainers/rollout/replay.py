@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, cast
@@ -26,6 +27,8 @@ class RecordedAnswer:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    kept: list[bytes] | None = None
+    """The set of tokens that was kept for each; see :class:`~agile_trainers.types.Trajectory`."""
 
 
 @dataclass
@@ -35,6 +38,25 @@ class RecordedEpisode:
     answers: list[RecordedAnswer] = field(default_factory=list)
     noise: dict[str, Any] | None = None
     """State of its stream of random numbers; None if the episode has ended, or has no such stream."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to what JSON can hold."""
+        record = asdict(self)
+        for answer in record["answers"]:
+            if answer["kept"] is None:
+                del answer["kept"]
+            else:
+                answer["kept"] = [b64encode(kept).decode() for kept in answer["kept"]]
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RecordedEpisode:
+        """Convert from what :meth:`to_json` returned."""
+        answers = [RecordedAnswer(**answer) for answer in record["answers"]]
+        for answer in answers:
+            if answer.kept is not None:
+                answer.kept = [b64decode(kept) for kept in answer.kept]
+        return cls(answers, record["noise"])
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,9 @@ class ReplayingGenerator:
             del self._recorded[key]
             self._on_end(key, record)
         reason = cast(FinishReason, answer.finish_reason)
-        return GenerationOutput(key, answer.token_ids, answer.logprobs, reason, request.call, read=None)
+        return GenerationOutput(
+            key, answer.token_ids, answer.logprobs, reason, request.call, read=None, kept=answer.kept
+        )
 
     @property
     def pending(self) -> int:

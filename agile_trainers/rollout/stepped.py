@@ -56,6 +56,7 @@ class _Episode:
     """The messages that the last one began with."""
     turns: list[Turn] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
+    kept: list[list[bytes] | None] = field(default_factory=list)
     asked: Turn | None = None
     """The turn that is asked for or can be asked for, without its action."""
     shared: int = 0
@@ -95,6 +96,7 @@ class _Episode:
         self.shared = len(path) - 1  # the last one is read with what follows it
         self.turns.append(turn)
         self.logprobs.append(output.logprobs)
+        self.kept.append(output.kept)
         self.context = [*self.context, {"role": "assistant", "content": text}]
         self.answered = len(self.context)
         self.asked = None
@@ -126,10 +128,12 @@ class _Episode:
             return forest([self.call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
         path = self.paths[0] if self.paths else []
         prompt = self.turns[0].place if self.turns else len(path)
-        logprobs = [0.0] * (len(path) - prompt)
-        for turn, sampled in zip(self.turns, self.logprobs, strict=True):
+        logprobs, kept = [0.0] * (len(path) - prompt), [b""] * (len(path) - prompt)
+        for turn, sampled, sets in zip(self.turns, self.logprobs, self.kept, strict=True):
             turn.start, turn.end, turn.place = turn.place - prompt, turn.place - prompt + turn.end, 0
             logprobs[turn.start : turn.end] = sampled
+            kept[turn.start : turn.end] = sets or [b""] * len(sampled)
+        fields["kept"] = kept if any(sets is not None for sets in self.kept) else None
         return Trajectory(path[:prompt], path[prompt:], logprobs, self.turns, self.stop_reason, **fields)
 
     def call(self, k: int) -> Call:
@@ -148,6 +152,7 @@ class _Episode:
             messages=turn.messages,
             fork=turn.fork,
             question=turn.question,
+            kept=self.kept[k],
         )
 
 
@@ -215,7 +220,8 @@ class SteppedRollout:
         episode = self._episodes[key]
         calls = [episode.call(k) for k in range(len(episode.turns))]
         answers = [
-            RecordedAnswer(digest_of_ids(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason) for it in calls
+            RecordedAnswer(digest_of_ids(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason, it.kept)
+            for it in calls
         ]
         return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
 
@@ -393,8 +399,9 @@ def _record_of(ended: Trajectory) -> RecordedEpisode:
     answers = []
     for k, turn in enumerate(ended.turns):
         logprobs = ended.sampling_logprobs[turn.start : turn.end]
+        kept = None if ended.kept is None else ended.kept[turn.start : turn.end]
         answers.append(
-            RecordedAnswer(digest_of_ids(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason)
+            RecordedAnswer(digest_of_ids(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason, kept)
         )
     return RecordedEpisode(answers)
 

@@ -16,7 +16,6 @@ from agile_trainers.rollout.generators.base import SamplingSettings
 
 EXACT, ROUNDED = 1e-3, 0.1
 """Largest normal mean mismatch, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
-_FILTERS, _PENALTIES = ("top_p", "top_k", "min_p", "min_new_tokens"), ("repetition_penalty",)
 
 
 class SamplerMismatchError(RuntimeError):
@@ -114,20 +113,6 @@ class MismatchMeter:
         )
 
 
-def reshaping(settings: SamplingSettings) -> tuple[list[str], list[str]]:
-    """Find the sampling settings under which the sampler's distribution differs from the policy's.
-
-    Returns:
-        The penalties, which leave every token possible, and the filters, which do not; each as ``name=value``.
-    """
-    idle = SamplingSettings()
-    penalties, filters = (
-        [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name) != getattr(idle, name)]
-        for names in (_PENALTIES, _FILTERS)
-    )
-    return penalties, filters
-
-
 @dataclass(frozen=True)
 class Conditions:
     """The settings, dtypes and noise under which sampler and trainer compute."""
@@ -160,7 +145,12 @@ class Conditions:
     @property
     def exact(self) -> bool:
         """True if the two should differ by no more than the order of fp32 sums."""
-        return not (self.rounded or self.dropout or any(reshaping(self.settings)))
+        return not (self.rounded or self.dropout or self.penalized)
+
+    @property
+    def penalized(self) -> bool:
+        """True if the sampler's distribution differs from the policy's, which has the same filters but no penalty."""
+        return self.settings.repetition_penalty != 1.0
 
 
 _EXACT_DTYPES = {torch.float32, torch.float64}
@@ -175,19 +165,13 @@ def likely_cause(mismatch: Mismatch, bound: float, conditions: Conditions, first
         conditions: How sampler and trainer compute.
         first: The mean mismatch of the first generation batch.
     """
-    known, (penalties, filters) = conditions, reshaping(conditions.settings)
+    known = conditions
     if known.settings.temperature != known.scored_at:
         return f"answers are sampled at temperature {known.settings.temperature} and scored at temperature {known.scored_at}"
-    if penalties or filters:
-        named = " and ".join(penalties + filters)
-        cause = (
-            f"{named} changes the distribution that is sampled from, and the trainer's log-probabilities are without it"
-        )
-        if filters:
-            cause += f"; nothing corrects for tokens that {' and '.join(filters)} removes"
-        if penalties and not known.corrected:
-            cause += f"; vllm_importance_sampling_correction=True makes up for {' and '.join(penalties)}"
-        return cause
+    if known.penalized:
+        penalty = f"repetition_penalty={known.settings.repetition_penalty}"
+        cause = f"{penalty} changes the distribution that is sampled from, and the trainer scores without it"
+        return cause if known.corrected else f"{cause}; vllm_importance_sampling_correction=True makes up for {penalty}"
     if known.dropout:
         return "disable_dropout=False: the trainer's forward pass has dropout, the sampler's has none"
     if first <= bound:

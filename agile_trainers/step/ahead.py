@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.versions import Versions
-from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
+from agile_trainers.rollout.replay import RecordedEpisode
 from agile_trainers.rollout.rollout import Rollout
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.draws import Drawn
@@ -195,7 +195,7 @@ class BatchesAhead:
             {
                 "generation": generation,
                 "version": self._open[generation].version,
-                "episodes": [asdict(record) for record in episodes],
+                "episodes": [record.to_json() for record in episodes],
             }
             for generation, episodes in records.items()
         ]
@@ -211,7 +211,7 @@ class BatchesAhead:
         self._snapshots.restore(state.weights)
         for batch in state.batches:
             added = self._add(batch["generation"], batch["version"])
-            self._admit(added, list(_recorded(batch["episodes"])))
+            self._admit(added, [RecordedEpisode.from_json(episode) for episode in batch["episodes"]])
 
 
 def check_plays_ahead(model: torch.nn.Module, dataset: Any) -> None:
@@ -233,11 +233,6 @@ def check_plays_ahead(model: torch.nn.Module, dataset: Any) -> None:
         raise ValueError(
             "batches_ahead reads rows before their update, and an IterableDataset has one order. Leave batches_ahead unset."
         )
-
-
-def _recorded(episodes: Sequence[Mapping[str, Any]]) -> Iterator[RecordedEpisode]:
-    for episode in episodes:
-        yield RecordedEpisode([RecordedAnswer(**answer) for answer in episode["answers"]], episode["noise"])
 
 
 class RowOrder:

@@ -102,6 +102,8 @@ def train_batch(
         path_ids=batch.path_ids,
         path_lengths=batch.path_lengths,
         places=batch.places,
+        kept_words=batch.kept_words,
+        kept_sizes=batch.kept_sizes,
         turn_columns=dict(credit.columns),
     )
     if log_probs.snapshot is not None:

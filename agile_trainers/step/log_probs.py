@@ -12,7 +12,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
-from agile_trainers.packing.packer import Packer
+from agile_trainers.packing.packer import Packer, kept_of
 from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
@@ -118,7 +118,12 @@ class LogProbPasses:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
             log_probs, _, _ = self._log_probs(
-                model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
+                model,
+                **read_inputs(part),
+                logits_to_keep=length,
+                scored=scored,
+                paths=paths_of(part),
+                kept=kept_of(part),
             )
             # At least float32; float64 if the model computes in it.
             log_probs = log_probs.to(torch.promote_types(log_probs.dtype, computed.dtype))

@@ -58,7 +58,11 @@ Denominator = Literal["tokens", "episodes", "constant"]
 
 @dataclass
 class LossInputs:
-    """The input of an algorithm's own loss: the episodes of one forward pass."""
+    """The input of an algorithm's own loss: the episodes of one forward pass.
+
+    Where ``top_k``, ``top_p``, ``min_p`` or ``min_new_tokens`` removed tokens, log-probabilities and entropies are those of
+    policies renormalised over the tokens that were kept.
+    """
 
     log_probs: torch.Tensor
     """(B, T) float32, log-probabilities of the tokens under the policy, with gradient."""

@@ -313,7 +313,7 @@ class TokenBatches:
         if not divide or len(rows) != 1 or "path_ids" not in part:
             return [Pass(rows)]
         assert self.budget is not None
-        own = {name: part[name][rows] for name in READ}
+        own = {name: part[name][rows] for name in READ if name in part}
         found = Paths.of(own["path_ids"], own["path_lengths"], own["places"])
         groups = split_paths(
             found.ids, found.mask, self.budget, packed=self._packer.packs and self._packer.pays(part, rows)

@@ -24,6 +24,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_order_of_turns, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
+from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.packer import Packer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -352,6 +353,7 @@ def make_packer(
         forbidden=next((reason for reason, holds in reasons.items() if holds), None),
         dtype=compute_dtype(args, policy),
         compiled=args.torch_compile,
+        kept_head=KeptHead(args.temperature, in_fp32=args.cast_lm_head_to_fp32),
     )
 
 

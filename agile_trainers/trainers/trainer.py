@@ -63,7 +63,8 @@ from agile_trainers.monitor.progress import close_tables, use_table
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.objectives.drift import DECISION
-from agile_trainers.packing.packer import Packer, PackingState
+from agile_trainers.objectives.kept_sets import KeptSets
+from agile_trainers.packing.packer import Packer, PackingState, kept_of
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import planned_tokens
@@ -957,17 +958,19 @@ class MultiTurnTrainer(GRPOTrainer):
         *args: Any,
         scored: torch.Tensor | None = None,
         paths: Paths | None = None,
+        kept: KeptSets | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it.
 
-        The rows that the model reads are ``paths``; those that TRL passes if it is None.
+        The rows that the model reads are ``paths``; those that TRL passes if it is None. The policy is renormalised over
+        the sets ``kept`` of the tokens, if there are any.
         """
         handed, values = self._loss_pass, None
         if handed is not None:
-            scored, paths = handed.batch.counted, handed.batch.paths
+            scored, paths, kept = handed.batch.counted, handed.batch.paths, kept_of(handed.inputs)
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
-        model = self.packer.reading(model, scored, values, paths)
+        model = self.packer.reading(model, scored, values, paths, kept)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
             return log_probs, entropies, aux_loss

@@ -15,6 +15,7 @@ from engines import GREEDILY, GREEDY, agree, answers_of_a_program, make, on_tran
 from generated import EOS, SETTINGS, letters, observation, play, processed, uniforms
 from peft import PeftModel, get_peft_model_state_dict
 
+from agile_trainers.objectives.kept_sets import KeptSets, pad_sets
 from agile_trainers.rollout.generators import (
     GenerationRequest,
     SamplingSettings,
@@ -52,15 +53,22 @@ def test_settings_mean_what_their_definitions_say(name: str, engine: VllmEngine,
             ids += observation(episode, turn)
             start = len(ids)
             ids += output.token_ids
-            logits = model(input_ids=torch.tensor([ids])).logits[0]
+            logits, possible = model(input_ids=torch.tensor([ids])).logits[0], []
             for i, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs)):
                 expected = processed(logits[start + i - 1].clone(), ids[: start + i], i, settings)
                 assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
+                possible.append(expected > -torch.inf)
             text = letters().decode(output.token_ids)
             stopped = output.token_ids[-1] in EOS or any(string in text for string in settings.stop_strings)
             assert output.finish_reason == ("stop" if stopped else "length")
             assert stopped or len(output.token_ids) == 7
             assert not set(output.token_ids[:-1]) & set(EOS)
+            if settings.filters and (settings.top_k or (len(settings.filters) == 1 and settings.min_new_tokens)):
+                assert output.kept is not None
+                kept = KeptSets.of(*pad_sets([output.kept], len(possible))).mask(possible[0].numel())
+                assert torch.equal(kept, torch.stack(possible))
+            else:
+                assert output.kept is None
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.005}, {"temperature": 2.5}, {"min_p": 0.1, "top_p": 0.9}])

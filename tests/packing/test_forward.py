@@ -12,9 +12,12 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     DeepseekV3Config,
+    Gemma2Config,
     GemmaConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -24,7 +27,8 @@ from transformers import (
 )
 from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 
-from agile_trainers.packing import attention
+from agile_trainers.objectives.kept_sets import KeptSets, encode_sets, pad_sets
+from agile_trainers.packing import attention, kept_head
 from agile_trainers.packing.cost import rounding_bound
 from agile_trainers.packing.forward import PackedForward
 from agile_trainers.packing.support import longest_packed, why_padded
@@ -48,13 +52,18 @@ CONFIGS: dict[str, Any] = {
         v_head_dim=6, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
     ),  # heads of values are smaller than those of queries and keys
 }  # fmt: skip
+SCALED: dict[str, Any] = {
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.8),
+    "cohere": CohereConfig(**SIZES, logit_scale=2.5),
+    "granite": GraniteConfig(**SIZES, logits_scaling=0.3),
+}
 ANSWER = 16
 """Columns of the completions."""
 
 
 def make_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
+    model = AutoModelForCausalLM.from_config({**CONFIGS, **SCALED}[name]).train()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.08)
@@ -79,11 +88,13 @@ def rows() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "scored": scored}
 
 
-def run(model: PreTrainedModel, forward: PackedForward, packed: bool, between: bool = False) -> list[torch.Tensor]:
+def run(
+    model: PreTrainedModel, forward: PackedForward, packed: bool, between: bool = False, kept: KeptSets | None = None
+) -> list[torch.Tensor]:
     """Log-probabilities, entropies and every gradient of an arbitrary function of both."""
     batch = rows()
     scored = batch.pop("scored")
-    outputs = forward.reading(model, scored, pack=lambda *_: packed)(**batch, fused_lm_head=True)
+    outputs = forward.reading(model, scored, pack=lambda *_: packed, kept=kept)(**batch, fused_lm_head=True)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(2))
     loss = (outputs.log_probs[:, -ANSWER:] * weights).sum() + 0.3 * (outputs.entropy[:, -ANSWER:] * weights).sum()
     if between:  # other passes, one of them packed otherwise, before the backward pass
@@ -123,6 +134,31 @@ def test_packed_rows_equal_padded_rows(name):
     padded = run(model, forward, packed=False)
     assert_same(run(model, forward, packed=True), padded)
     torch.testing.assert_close(padded[0], trls.log_probs[:, -ANSWER:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", *SCALED])
+def test_the_head_of_kept_sets_is_trls_where_all_tokens_are_kept(name, monkeypatch):
+    """Also of models that scale or cap their logits; and in pieces, of which the first has another size than the last."""
+    model = make_model(name)
+    forward = PackedForward(model)
+    everything = KeptSets.of(torch.zeros(6, 0, dtype=torch.int32), torch.zeros(6, ANSWER, dtype=torch.int32))
+    trls = run(model, forward, packed=False)
+    assert_same(run(model, forward, packed=False, kept=everything), trls)
+    monkeypatch.setattr(kept_head, "_LOGITS", 7 * model.config.get_text_config().vocab_size)
+    assert_same(run(model, forward, packed=False, kept=everything), trls)
+
+
+def test_packed_rows_equal_padded_rows_with_kept_sets():
+    """Two equal rows that were sampled under other sets are not one."""
+    model = make_model("qwen2")
+    forward, ids, vocab = PackedForward(model), rows()["input_ids"], model.config.vocab_size
+    kept = torch.rand(6, ANSWER, vocab, generator=torch.Generator().manual_seed(3)) < 0.3
+    kept = encode_sets(kept.scatter(2, ids[:, -ANSWER:, None], True).flatten(0, 1))
+    sets = KeptSets.of(*pad_sets([kept[row * ANSWER : (row + 1) * ANSWER] for row in range(6)], ANSWER))
+    padded = run(model, forward, packed=False, kept=sets)
+    assert_same(run(model, forward, packed=True, kept=sets), padded)
+    scored = rows()["scored"]
+    assert (padded[0][0] - padded[0][1]).abs()[scored[0]].min() > 1e-3 and padded[0][scored].exp().mean() > 2 / vocab
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -77,6 +77,8 @@ def test_every_field_by_hand() -> None:
         "path_ids": None,
         "path_lengths": None,
         "places": None,
+        "kept_words": None,
+        "kept_sizes": None,
     }
     integers = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "turn_ids", "state_positions")
     for name in integers:

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ppo_games import make_ppo
 from pretended_gpu import GPU, PretendedGPU, on_gpu
 from transformers import AutoModelForCausalLM
 
+from agile_trainers.objectives.kept_sets import without
 from agile_trainers.packing import attention
 from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
@@ -46,10 +48,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
 
 
 @pytest.mark.parametrize("rows", [3, 12])
-def test_waits_of_a_token_do_not_depend_on_the_rows(gpu, embedded_model, rows):
-    """One, which reads the sampled tokens of all rows."""
+@pytest.mark.parametrize(
+    ("filters", "waits"),
+    [({}, 1), ({"top_p": 0.9, "top_k": 50, "min_new_tokens": 10}, 6), ({"top_p": 0.9}, 8)],
+    ids=["no filter", "few tokens kept", "many"],
+)
+def test_waits_of_a_token_do_not_depend_on_the_rows(gpu, embedded_model, rows, filters, waits):
+    """One, which reads the sampled tokens of all rows; with filters those of their kept sets."""
     model = AutoModelForCausalLM.from_pretrained(embedded_model).to("cuda").eval()
-    settings = SamplingSettings(top_p=0.9, top_k=50, repetition_penalty=1.1, min_new_tokens=10)
+    settings = SamplingSettings(repetition_penalty=1.1, **filters)
     generator = TransformersGenerator(model, eos_token_ids=[1], pad_token_id=0, settings=settings)
     for episode in range(rows):
         chance = random.Random(episode)
@@ -60,7 +67,7 @@ def test_waits_of_a_token_do_not_depend_on_the_rows(gpu, embedded_model, rows):
     gpu.waits.clear()
     for _ in range(8):
         generator.step()
-    assert sum(gpu.waits.values()) <= 8, gpu.waits
+    assert sum(gpu.waits.values()) <= 8 * waits, gpu.waits
     while generator.pending:
         generator.step()
 
@@ -98,6 +105,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], int]] = {
     "packed": ("grpo", {"sequence_packing": "prefix"}, 98),
     "packed, checkpoints": ("grpo", {"sequence_packing": "prefix", "gradient_checkpointing": True}, 98),
     "scored": ("grpo", {"sequence_packing": "none", "beta": 0.1, "num_iterations": 2}, 102),
+    "truncated": ("grpo", {"sequence_packing": "none", "top_p": 0.9, "max_logprob_gap": 1.0}, 106),
     "in passes": ("grpo", {"sequence_packing": "none", "max_tokens_per_micro_batch": 150}, 130),
     "ppo": ("ppo", {"sequence_packing": "none"}, 106),
     "ppo, packed": ("ppo", {"sequence_packing": "prefix"}, 124),
@@ -117,6 +125,10 @@ def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
     algorithm, options, limit = STEPS[name]
     trainer = MAKERS[algorithm](embedded_model, tmp_path / "gpu", use_cpu=False, max_steps=3, **options)
     assert trainer.args.device == trainer.accelerator.device == GPU
+    if "top_p" in options:
+        said = {token for episode in episodes for token in episode.completion_ids}
+        removed = without([next(token for token in range(5, 400) if token not in said)])
+        episodes = [replace(one, kept=[removed] * len(one.completion_ids)) for one in episodes]
     trainer.update(episodes)  # compares packed with padded rows, and measures what the health checks start from
     gpu.waits.clear()
     trainer.update(episodes)

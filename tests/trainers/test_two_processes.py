@@ -30,6 +30,15 @@ CASES = {
         "max_steps": 2,
         "by_hand": True,
     },
+    # Every rank has kept sets of other sizes.
+    "truncated": {
+        "num_generations": 8,
+        "top_p": 0.9,
+        "top_k": 30,
+        "min_new_tokens": 2,
+        "beta": 0.1,
+        "max_tokens_per_micro_batch": 60,
+    },
     # Five episodes of evaluation: one process scores one more than the other. Some fail.
     "judged": {"judged": True},
     # A group is of one environment, wherever it is played; the batch's statistics are each environment's own.

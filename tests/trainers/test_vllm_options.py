@@ -87,6 +87,20 @@ def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str,
         config(tmp_path, **changes).with_environment()
 
 
+@pytest.mark.parametrize("changes", [{"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.1}])
+def test_filters_whose_kept_tokens_vllm_does_not_return(tmp_path: Path, changes: dict[str, object]) -> None:
+    """On a server they are not known; in this process, where top_k bounds them."""
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"{name}={value} removes tokens.*use_vllm=False"):
+        config(tmp_path, use_vllm=True, vllm_mode="server", **changes).with_environment()
+    assert config(tmp_path, **changes).with_environment()
+    if name != "top_k":
+        with pytest.raises(ValueError, match=f"{name}={value} removes tokens.*top_k=1000 beside {name}"):
+            config(tmp_path, use_vllm=True, vllm_mode="colocate", **changes).with_environment()
+    for known in ({"min_p": 0.0, "min_new_tokens": 2}, {"top_k": 50, "vllm_mode": "colocate", **changes}):
+        assert config(tmp_path, use_vllm=True, **known).with_environment()
+
+
 @pytest.mark.parametrize(
     ("changes", "corrects"),
     [

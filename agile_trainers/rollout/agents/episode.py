@@ -73,6 +73,7 @@ class _Sample:
     info: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[bytes] | None = None
     text: str = ""
     """The sampled text."""
     choice: Choice | None = None
@@ -293,7 +294,7 @@ class AgentEpisode:
         """Return the answers so far, those too that are not trained."""
         answered = [one for one in self._samples if one.choice is not None]
         return RecordedEpisode(
-            [RecordedAnswer(one.identity, one.ids, one.logprobs, one.finish_reason) for one in answered]
+            [RecordedAnswer(one.identity, one.ids, one.logprobs, one.finish_reason, one.kept) for one in answered]
         )
 
     def finished(self) -> Trajectory:
@@ -324,6 +325,7 @@ class AgentEpisode:
                 info={"call": sample.info},
                 messages=sample.shown,
                 fork=None if sample.fork is None else str(sample.fork),
+                kept=sample.kept,
             )
             for sample in samples
         ]
@@ -575,6 +577,7 @@ class AgentEpisode:
         request = sample.asked.request
         length = length_to_stop(output.token_ids, request.stop, self.chat.decode)
         sample.ids, sample.logprobs = output.token_ids[:length], output.logprobs[:length]
+        sample.kept = None if output.kept is None else output.kept[:length]
         sample.finish_reason = output.finish_reason if length is None else "stop"
         sample.read, sample.text = output.read, self.chat.decode(sample.ids)
         text, stop = cut_at_stop(sample.text, request.stop)

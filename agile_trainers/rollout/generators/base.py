@@ -31,6 +31,13 @@ class SamplingSettings:
     do_sample: bool = True
     """False samples greedily, from the raw logits after the repetition penalty."""
 
+    @property
+    def filters(self) -> list[str]:
+        """The settings that remove tokens from what is sampled, each as ``name=value``."""
+        idle = {"top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "min_new_tokens": (0,)}
+        values = {name: getattr(self, name) for name in idle} if self.do_sample else {}
+        return [f"{name}={value}" for name, value in values.items() if value not in idle[name]]
+
     def __post_init__(self) -> None:
         rules = [
             ("temperature", self.temperature > 0 or not self.do_sample, "above 0 (for greedy, set `do_sample=False`)"),
@@ -84,6 +91,9 @@ class GenerationOutput:
     """The request's key among those of its episode."""
     read: int | None = None
     """Number of the request's ids that the model read for it; the others came from a cache. None: not known."""
+    kept: list[bytes] | None = None
+    """With settings that remove tokens: the set of those that were kept for each id, see
+    :mod:`agile_trainers.objectives.kept_sets`. None without such settings, or if the sampler does not record it."""
 
 
 class Generator(Protocol):

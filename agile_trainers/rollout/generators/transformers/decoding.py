@@ -41,6 +41,8 @@ class SampledAnswer:
     read: int
     """Number of the request's ids whose keys and values were not kept when it was submitted."""
     logprobs: list[float] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
+    """The set of tokens that was kept for each, with settings that remove tokens."""
 
     @property
     def token_ids(self) -> list[int]:

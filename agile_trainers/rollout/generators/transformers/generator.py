@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import Cache, PreTrainedTokenizerBase
 
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.objectives.kept_sets import encode_sets
 from agile_trainers.rollout.generators.architecture import (
     Reading,
     check_padding,
@@ -311,27 +312,34 @@ class TransformersGenerator:
 
     def _extend(self, batch: DecodingBatch, logits: torch.Tensor) -> list[GenerationOutput]:
         """Sample a token for every row, append it to the row's answer and return the finished answers."""
-        tokens, logprobs = self._sample(batch, logits)
+        tokens, logprobs, kept = self._sample(batch, logits)
         batch.record(tokens)
         stopped = torch.zeros_like(logprobs) if self._stop is None else self._stop(batch.recent, None)
         outputs = []
-        # The only synchronization with the device per token.
+        # The only synchronization with the device per token, but for that of kept sets.
         drawn = torch.stack([tokens.double(), logprobs, stopped.double()], dim=1).tolist()
-        for answer, (token, logprob, stop) in zip(batch.rows, drawn):
-            if answer is not None and (reason := self._append(answer, int(token), logprob, bool(stop))):
+        for row, (answer, (token, logprob, stop)) in enumerate(zip(batch.rows, drawn)):
+            if answer is None:
+                continue
+            reason = self._append(answer, int(token), logprob, bool(stop))
+            answer.kept += kept[row : row + 1]
+            if reason:
                 outputs.append(self._finish(answer, reason))
         if outputs:
             self._drop([self._under_way.pop((output.episode, output.call)) for output in outputs])
         batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
         return outputs
 
-    def _sample(self, batch: DecodingBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, batch: DecodingBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sequence[bytes]]:
+        """Return the token of each row, its log-probability, and the set that was kept, with settings that remove any."""
         settings, device = self._settings, self._sampling_device
         uniforms = [row.request.uniforms(1)[0] if row and settings.do_sample else 0.0 for row in batch.rows]
         short = [row is not None and len(row.logprobs) < settings.min_new_tokens for row in batch.rows]
         hold_eos = placed(short, torch.bool, device) if any(short) else None
         noise = placed(uniforms, torch.float64, device)
-        return self._sampler(logits, noise, batch.history, hold_eos)
+        log_probs = self._sampler.distribution(logits, batch.history, hold_eos)
+        kept = encode_sets(log_probs > -torch.inf) if settings.filters else ()
+        return *self._sampler.draw(log_probs, noise), kept
 
     def _append(self, answer: SampledAnswer, token: int, logprob: float, stop: bool) -> FinishReason | None:
         """Append a token to an answer. Return the finish reason, or None if the answer goes on."""
@@ -349,7 +357,8 @@ class TransformersGenerator:
         request, token_ids = answer.request, answer.token_ids
         self._conversations.answered(request, token_ids)
         self._keep(answer.lineage)
-        return GenerationOutput(request.episode, token_ids, answer.logprobs, reason, request.call, answer.read)
+        kept = answer.kept if self._settings.filters else None
+        return GenerationOutput(request.episode, token_ids, answer.logprobs, reason, request.call, answer.read, kept)
 
     def _drop(self, answers: list[SampledAnswer]) -> None:
         """Remove answers from the batch, and free the batch when it is empty."""

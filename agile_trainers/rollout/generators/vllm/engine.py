@@ -28,10 +28,12 @@ from vllm.distributed.parallel_state import (
     destroy_model_parallel,
     model_parallel_is_initialized,
 )
+from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from agile_trainers.objectives.kept_sets import encode_sets, without
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
@@ -94,6 +96,7 @@ class VllmEngine(AdapterHost[LoRARequest]):
                 max_num_batched_tokens=tokens_of_a_step(max_batch_size, max_model_length, chunks=chunks),
                 enable_chunked_prefill=chunks,
                 logprobs_mode="processed_logprobs",  # log-probabilities of the sampling distribution
+                max_logprobs=-1,  # any number, by which kept sets are read
                 enable_prefix_caching=True,
                 generation_config="vllm",  # ignores the model's sampling defaults
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
@@ -229,6 +232,7 @@ class _Answer:
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
     reason: FinishReason | None = None
     read: int | None = None
 
@@ -265,7 +269,8 @@ class VllmGenerator:
         check_token_ids("eos_token_ids", eos_token_ids, engine.vocab_size)
         self._engine, self._adapter_of = engine, adapter_of
         self._settings = settings
-        self._params = _sampling_params(settings, eos_token_ids)
+        self._params = _sampling_params(settings, eos_token_ids, engine.vocab_size)
+        self._eos = eos_token_ids
         self._stop = stop_criteria(settings, tokenizer)
         self._conversations = Conversations()
         self._under_way: dict[str, _Answer] = {}
@@ -331,10 +336,22 @@ class VllmGenerator:
         check_logprobs(episode, logprobs)
         answer.token_ids += ids
         answer.logprobs += logprobs
+        if self._settings.filters and self._settings.top_k:
+            answer.kept += [self._kept(episode, token) for token in completion.logprobs or []]
         answer.reason = _FINISHED[completion.finish_reason] if output.finished else None
         if output.num_cached_tokens is not None:
             answer.read = len(answer.request.token_ids) - output.num_cached_tokens
         return answer
+
+    def _kept(self, episode: int, likeliest: Mapping[int, Logprob]) -> bytes:
+        """Return the set of the tokens that are possible, from the log-probabilities of the likeliest."""
+        vocab, kept = self._engine.vocab_size, [i for i, one in likeliest.items() if one.logprob > -math.inf]
+        if len(kept) == len(likeliest) < vocab:
+            raise ValueError(
+                f"vLLM kept {len(kept)} tokens or more for episode {episode} with top_k={self._settings.top_k}: many have "
+                "the same logit as the last of them. Raise top_k, or set use_vllm=False."
+            )
+        return encode_sets(torch.zeros(1, vocab, dtype=torch.bool).index_fill(1, torch.tensor(kept), True))[0]
 
     def _stop_at_strings(self, answers: list[_Answer]) -> None:
         """Finish the answers that end with a stop string, found by transformers' criterion."""
@@ -353,7 +370,10 @@ class VllmGenerator:
         if self._stop is not None:
             self._engine.engine.abort_request([key])  # vLLM does not get the stop strings
         self._conversations.answered(request, answer.token_ids)
-        return GenerationOutput(request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read)
+        kept = answer.kept or kept_sets(self._settings, self._eos, len(answer.token_ids))
+        return GenerationOutput(
+            request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read, kept
+        )
 
 
 def check_settings(settings: SamplingSettings) -> None:
@@ -373,6 +393,18 @@ def check_settings(settings: SamplingSettings) -> None:
             f"vLLM applies min_p={settings.min_p} before top_p={settings.top_p}, transformers after it: the combination "
             "gives different distributions. Use one of them."
         )
+
+
+def kept_sets(settings: SamplingSettings, eos_token_ids: Iterable[int], count: int) -> list[bytes] | None:
+    """Return the kept sets of an answer of ``count`` tokens, where only ``min_new_tokens`` removes any.
+
+    Otherwise they are None: vLLM returns no sets. In this process they are read from the log-probabilities of the likeliest
+    tokens, whose number ``top_k`` bounds; where there is no bound, training refuses the options.
+    """
+    if len(settings.filters) != 1 or not settings.min_new_tokens:
+        return None
+    held = min(settings.min_new_tokens, count)
+    return [without(sorted(eos_token_ids))] * held + [b""] * (count - held)
 
 
 @contextmanager
@@ -420,11 +452,13 @@ def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) ->
     }
 
 
-def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> SamplingParams:
+def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int], vocab: int) -> SamplingParams:
+    # Besides the sampled token's, those of all that `top_k` keeps, and of as many as may have the logit of the last.
+    read = settings.top_k + settings.top_k // 2 + 16 if settings.filters and settings.top_k else 0
     return SamplingParams(
         **sampling_fields(settings, eos_token_ids),
         detokenize=False,
-        logprobs=0,  # of the sampled token only
+        logprobs=read if read < vocab else -1,
         # Stop strings are checked at every token; otherwise only the final output is needed.
         output_kind=RequestOutputKind.DELTA if settings.stop_strings else RequestOutputKind.FINAL_ONLY,
     )

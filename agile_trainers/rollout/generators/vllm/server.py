@@ -29,6 +29,7 @@ from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, A
 from agile_trainers.rollout.generators.vllm.engine import (
     check_logprobs,
     check_settings,
+    kept_sets,
     sampling_fields,
     seed_of,
 )
@@ -288,7 +289,8 @@ class ServerGenerator:
         self._conversations.answered(request, token_ids)
         reason = self._reason(token_ids, request.max_new_tokens)
         read = None if cached is None else len(request.token_ids) - cached
-        return GenerationOutput(request.episode, token_ids, logprobs, reason, request.call, read)
+        kept = kept_sets(self._settings, self._eos, len(token_ids))
+        return GenerationOutput(request.episode, token_ids, logprobs, reason, request.call, read, kept)
 
     def _reason(self, token_ids: list[int], max_new_tokens: int) -> FinishReason:
         """Infer the finish reason of an answer, which TRL's client does not report."""
