@@ -6,7 +6,7 @@ section for each finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf, isnan
@@ -67,10 +67,6 @@ REPEATED = 10
 PINNED = 1.0
 """Smallest ``beta`` that can hold the policy at its reference. Normalized advantages A allow a divergence of about
 Var(A) / (2 beta^2) nats."""
-PAID = 0.75
-"""Share of pairs of a success and a failure in which the success must earn more. A reward without regard to it has 0.5."""
-FEWEST = 8
-"""Episodes that must all have succeeded before their success is doubted."""
 EVERY = 0.9
 """Share of the turns that could begin a new path from which a history rewrites at every turn."""
 TOO_FEW = 0.4
@@ -257,7 +253,7 @@ def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     low, high = min(lowest), max(highest)
     # Where all succeed, returns may differ a little, as by the number of turns.
-    if _without_advantage(history, options) is not None or not _wide(low, high):
+    if _without_advantage(history, options) is not None or not returns_differ(low, high):
         return None
     return Evidence(
         f"Every episode of the first batches and of the latest counts as a success, but returns go from {low:.3g} to "
@@ -265,41 +261,9 @@ def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
     )
 
 
-def _wide(low: float, high: float) -> bool:
+def returns_differ(low: float, high: float) -> bool:
     """Return True if returns differ by at least half of the larger of the lowest and the highest, without sign."""
     return high - low >= 0.5 * max(abs(low), abs(high)) > 0
-
-
-def reward_doubts(rewards: Sequence[float], successes: Sequence[bool | None]) -> dict[str, str]:
-    """Tell from played episodes whether their reward pays for success, and whether their success can be believed.
-
-    Each success is compared with each failure. The reward misses success if the share of pairs in which the success earned
-    more (half of those that earned the same included) is below ``PAID`` by two standard errors (Mann and Whitney, 1947).
-
-    Args:
-        rewards: Of each episode, NaN without one.
-        successes: Of each episode; None leaves it out.
-
-    Returns:
-        Evidence by the name of its finding, as :func:`findings_before` takes it in ``notes``.
-    """
-    known = [
-        (reward, success) for reward, success in zip(rewards, successes) if success is not None and reward == reward
-    ]
-    won, lost = ([reward for reward, success in known if success is wanted] for wanted in (True, False))
-    if len(won) >= FEWEST and not lost and _wide(min(won), max(won)):
-        text = f"All {len(won)} episodes count as a success, but returns go from {min(won):.3g} to {max(won):.3g}."
-        return {"success_doubtful": text}
-    if not won or not lost:
-        return {}
-    share = fmean((a > b) + 0.5 * (a == b) for a in won for b in lost)
-    error = ((len(known) + 1) / (12 * len(won) * len(lost))) ** 0.5
-    if share + 2 * error >= PAID:
-        return {}
-    return {
-        "reward_misses_success": f"Of pairs of a success and a failure, the success earned more in {share:.0%} "
-        f"({len(won)} successes, mean reward {fmean(won):.3g}; {len(lost)} failures, mean reward {fmean(lost):.3g})."
-    }
 
 
 def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:

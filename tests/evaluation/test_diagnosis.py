@@ -20,7 +20,6 @@ from agile_trainers.evaluation.diagnosis import (
     Diagnosis,
     MetricHistory,
     findings_before,
-    reward_doubts,
 )
 
 ZERO = {"advantage/zero": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
@@ -389,21 +388,6 @@ def test_of_two_findings_that_explain_each_other_one_remains() -> None:
     assert told_with(lambda step: 0.0) == ["reward_misses_success"], "made at the fifth batch, before the sixth"
     assert told_with(lambda step: 0.0 if step else math.nan) == ["policy_destroyed"], "both at the sixth"
     assert told_with(lambda step: 0.9 if step < 9 else 0.0) == ["policy_destroyed"]
-
-
-def test_doubts_about_rewards_of_played_episodes() -> None:
-    """As a run would say it: the names and the advice are those of the table."""
-    won = [True, False] * 10
-    assert reward_doubts([1.0, 0.0] * 10, won) == {}
-    assert [*reward_doubts([-1.0, 0.0] * 10, won)] == ["reward_misses_success"], "the sign"
-    unrelated = reward_doubts([1.0, 1.0, 0.0, 0.0] * 10, won * 2)
-    assert "earned more in 50% (20 successes, mean reward 0.5; 20 failures" in unrelated["reward_misses_success"]
-    assert reward_doubts([0.3, 0.1, 0.2, 0.9], [True, False, None, False]) == {}, "too few to say"
-    assert reward_doubts([1.0, 0.9] * 4, [True] * 8) == {} == reward_doubts([-0.1, 1.3] * 3, [True] * 6)
-    doubtful = reward_doubts([-0.1, 1.3] * 4, [True] * 8)
-    assert doubtful == {"success_doubtful": "All 8 episodes count as a success, but returns go from -0.1 to 1.3."}
-    (finding,) = findings_before(HEALTHY | {"success": 1.0}, Options(), doubtful)
-    assert finding.name == "success_doubtful" and "Check info" in finding.advice
 
 
 def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:

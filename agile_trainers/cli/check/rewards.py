@@ -10,7 +10,7 @@ from statistics import fmean
 from agile_trainers.cli.check.plays import model_plays, policy_plays
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.envs.agent import is_agent
-from agile_trainers.evaluation.diagnosis import BY_NAME, Finding
+from agile_trainers.evaluation.diagnosis import BY_NAME, Finding, returns_differ
 from agile_trainers.monitor.health_metrics import reward_success_correlation
 from agile_trainers.rollout.metrics import episode_metrics, with_success
 from agile_trainers.types import Trajectory
@@ -75,7 +75,7 @@ def check_rewards(report: Report, run: Run, scores: Mapping[str, Sequence[Trajec
 def _doubt(report: Report, returns: Sequence[float], *, certain: bool) -> set[str]:
     """Report episodes that all count as a success although their returns differ much."""
     low, high = min(returns), max(returns)
-    if high - low < 0.5 * max(abs(low), abs(high)):  # a little may be for the number of turns
+    if not returns_differ(low, high):  # a little may be for the number of turns
         return set()
     text = f"All {len(returns)} episodes count as a success, but their returns go from {low:.3g} to {high:.3g}."
     report.diagnosis([_finding("success_doubtful", text)], ["success_doubtful"] if certain else [])
