@@ -131,7 +131,11 @@ def test_ppo_trains_and_saves_policy_and_critic(config: Path, embedded_model: Pa
         ("ppo", ["--environment", "agile:guess_number"], "--use_peft is missing: ppo .* Add --use_peft"),
         ("ppo", ["--use_peft"], "--environment is missing: ppo"),
         ("reinforce", [], "--environment is missing: reinforce"),
-        ("reinforce", ["--num_generations", "4"], "num_generations=4 has no effect"),
+        (
+            "reinforce",
+            ["--environment", "agile:guess_number", "--num_generations", "4"],
+            "num_generations=4 has no effect",
+        ),
         ("gspo", ["--importance_sampling_level", "token"], "must be one of 'sequence', 'turn', got 'token'"),
         ("grpo", ["--gae_lambda", "0.9"], "there is no option --gae_lambda"),
     ],

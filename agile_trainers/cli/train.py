@@ -50,8 +50,8 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
     )
     progress: str = option(
         "table",
-        "Output while training: `table` has one row per log of the metrics that matter most; `wide` adds columns of TRL, "
-        "such as loss and KL; `dicts` is the output of transformers, every metric of a log in one line.",
+        "Output while training: `table`, a row per log of what matters most; `wide`, with columns of TRL such as loss and "
+        "KL; `dicts`, that of transformers.",
     )
 
     def __post_init__(self) -> None:

@@ -29,28 +29,31 @@ def encode_sets(kept: torch.Tensor) -> list[bytes]:
     Returns:
         R sets.
     """
-    vocab = kept.size(1)
-    counts = kept.sum(dim=1)
-    numbers = counts.tolist()
-    if all(count == vocab for count in numbers):
-        return [b""] * len(numbers)
-    few = torch.minimum(counts, vocab - counts)
-    short = few < _words_of(vocab)
-    # Each copy waits for the device, whatever the number of rows.
-    ids = ((kept ^ (counts > few)[:, None]) & short[:, None]).nonzero()[:, 1].int().cpu().numpy()
-    fewest = [min(count, vocab - count) for count in numbers]
-    dense = iter(kept[~short].cpu().numpy() if max(fewest) >= _words_of(vocab) else ())
-    sets, start = list[bytes](), 0
-    for count, fewer in zip(numbers, fewest, strict=True):
+    return sets_of_bits(as_bits(kept).cpu().numpy(), kept.size(1))
+
+
+def as_bits(kept: torch.Tensor) -> torch.Tensor:
+    """Return (R, W) int32, a bit for each token, on the device: what it takes to read R sets in one copy."""
+    words = _words_of(kept.size(1))
+    padded = torch.nn.functional.pad(kept, (0, words * _WIDTH - kept.size(1)))
+    place = torch.arange(_WIDTH, dtype=torch.int32, device=kept.device)
+    return (padded.view(len(kept), words, _WIDTH).int() << place).sum(dim=-1, dtype=torch.int32)
+
+
+def sets_of_bits(bits: np.ndarray, vocab: int) -> list[bytes]:
+    """Encode sets from what :func:`as_bits` returned."""
+    sets = list[bytes]()
+    for words in bits.astype("<i4", copy=False):
+        kept = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(bool)
+        count = int(kept.sum())
         if count == vocab:
             sets.append(b"")
-        elif fewer < _words_of(vocab):
-            sets.append(_encoded(_IDS if count == fewer else _REMOVED, ids[start : start + fewer]))
-            start += fewer
+        elif min(count, vocab - count) >= len(words):
+            sets.append(_encoded(_BITS, words))
+        elif count <= vocab - count:
+            sets.append(_encoded(_IDS, kept.nonzero()[0]))
         else:
-            bits = np.zeros(_words_of(vocab) * _WIDTH, dtype=bool)
-            bits[:vocab] = next(dense)
-            sets.append(_encoded(_BITS, np.packbits(bits, bitorder="little").view("<i4")))
+            sets.append(without((~kept).nonzero()[0]))
     return sets
 
 
@@ -63,7 +66,7 @@ def _encoded(form: int, words: np.ndarray) -> bytes:
     return np.concatenate([[form], words]).astype("<i4").tobytes()
 
 
-def without(ids: Sequence[int]) -> bytes:
+def without(ids: Sequence[int] | np.ndarray) -> bytes:
     """Encode the set of all tokens but some."""
     return _encoded(_REMOVED, np.asarray(ids))
 

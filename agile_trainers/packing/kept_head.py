@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from agile_trainers.objectives.kept_sets import KeptSets, truncated_log_probs
 
-_LOGITS = 2**25
-"""Logits that are in memory at the same time, at most, but for those of a single token."""
+LOGITS = 2**24
+"""Logits of a piece, at most, but for those of a single token."""
+COPIES = 6
+"""Copies of a piece's logits, in float32, that its backward pass needs."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,16 @@ class KeptHead:
         device = head.weight.device
         hidden, tokens, kept = hidden.to(device), tokens.to(device), KeptSets(*(part.to(device) for part in kept))
         compute = partial(self._of_piece, head, model.config.get_text_config())
-        size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
+        size = max(1, LOGITS // model.config.get_text_config().vocab_size)
         found = []
         # Of no token there is one piece too, which keeps the outputs connected to the model.
         for start in range(0, max(len(tokens), 1), size):
             part = slice(start, start + size)
             pieces = hidden[part], tokens[part], kept.at(part)
-            once = len(tokens) <= size or not torch.is_grad_enabled()
             found.append(
-                compute(*pieces)
-                if once
-                else checkpoint(compute, *pieces, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(compute, *pieces, use_reentrant=False, preserve_rng_state=False)
+                if torch.is_grad_enabled()
+                else compute(*pieces)
             )
         log_probs, entropies = (torch.cat(parts)[None] for parts in zip(*found, strict=True))
         outputs.log_probs = log_probs

@@ -144,7 +144,7 @@ def test_the_head_of_kept_sets_is_trls_where_all_tokens_are_kept(name, monkeypat
     everything = KeptSets.of(torch.zeros(6, 0, dtype=torch.int32), torch.zeros(6, ANSWER, dtype=torch.int32))
     trls = run(model, forward, packed=False)
     assert_same(run(model, forward, packed=False, kept=everything), trls)
-    monkeypatch.setattr(kept_head, "_LOGITS", 7 * model.config.get_text_config().vocab_size)
+    monkeypatch.setattr(kept_head, "LOGITS", 7 * model.config.get_text_config().vocab_size)
     assert_same(run(model, forward, packed=False, kept=everything), trls)
 
 

@@ -10,7 +10,7 @@ from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 
 from agile_trainers.objectives.kl import token_kl_penalty
 
-PATHS = ("path_ids", "path_lengths", "places")  # of episodes of one path each
+ABSENT = ("path_ids", "path_lengths", "places", "kept_words", "kept_sizes")  # one path each, and no filters
 
 
 def moved(trainer):
@@ -55,7 +55,7 @@ def test_in_the_reward_the_penalty_is_part_of_what_is_compared(embedded_model, t
     batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
     torch.testing.assert_close(batch["completion_ids"], plain["completion_ids"])
     action = batch["turn_ids"] >= 0
-    columns = SimpleNamespace(**batch, **dict.fromkeys(PATHS), valid_mask=batch["turn_ids"] >= 0)
+    columns = SimpleNamespace(**batch, **dict.fromkeys(ABSENT), valid_mask=batch["turn_ids"] >= 0)
     with torch.no_grad():
         log_ratio = scores_of(penalized, columns)[0] - scores_of(penalized, columns)[1]
     penalty = 0.3 * (log_ratio * action).sum(1)
@@ -69,7 +69,7 @@ def test_in_the_advantage_it_comes_after_whitening_and_clipping(embedded_model, 
     options = {"whiten_advantages": True, "advantage_clip_range": 0.5, "importance_sampling_level": level}
     penalized = make(embedded_model, tmp_path, "advantage", **options)
     batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
-    columns = SimpleNamespace(**batch, **dict.fromkeys(PATHS), valid_mask=batch["turn_ids"] >= 0)
+    columns = SimpleNamespace(**batch, **dict.fromkeys(ABSENT), valid_mask=batch["turn_ids"] >= 0)
     with torch.no_grad():
         scores = scores_of(penalized, columns)
     expected = plain["advantages"] - 0.3 * token_kl_penalty(*scores, batch["turn_ids"], level)

@@ -16,7 +16,9 @@ from agile_trainers.adapters.lora_settings import within_scope
 from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig
+from agile_trainers.packing.kept_head import COPIES, LOGITS
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
+from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.started_server import adapter_slots
 from agile_trainers.sampling.vllm_checks import RANKS
 from agile_trainers.step.token_batches import optimizer_values
@@ -92,6 +94,8 @@ class MemoryPlan:
     """The vLLM engine of the rollouts; None for the transformers generator."""
     snapshots: int = 0
     """Adapters of earlier policies that are kept (``batches_ahead``)."""
+    filters: bool = False
+    """True if tokens are sampled with filters, whose head holds whole logits of a piece."""
 
 
 def plan_memory(
@@ -158,6 +162,7 @@ def plan_memory(
         launch=launch,
         engine=engine if args.use_vllm else None,
         snapshots=args.batches_ahead + 1 if args.batches_ahead else 0,
+        filters=bool(sampling_settings(args).filters),
     )
 
 
@@ -300,10 +305,15 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
 
 
 def _head(plan: MemoryPlan, step: Step) -> MemoryItem:
-    """Return what the backward pass of the output head takes: a tile of logits, and gradients in fp32 (TRL's fused head)."""
+    """Return what the backward pass of the output head takes: a tile of logits, and gradients in fp32 (TRL's fused head).
+
+    With filters it takes the logits of a piece, several times.
+    """
     positions, (vocabulary, hidden) = plan.rows * plan.tokens, step.head
     computes = (plan.autocast or plan.dtype).itemsize
     tile = min(positions, TOKEN_CHUNK_SIZE) * min(vocabulary, _CHUNKED_LOGPROB_CHUNK_SIZE) * computes
+    if plan.filters:
+        tile += COPIES * 4 * min(positions * vocabulary, LOGITS)
     gradients = positions * hidden * 4 + (vocabulary * hidden * 4 if step.head_is_trained else 0)
     trained = " and of the head" if step.head_is_trained else ""
     tokens = f"one tile, {min(positions, TOKEN_CHUNK_SIZE):,} tokens wide, and the fp32 gradient of its input{trained}"

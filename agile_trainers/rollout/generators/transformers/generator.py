@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from transformers import Cache, PreTrainedTokenizerBase
 
 from agile_trainers.adapters.roles import base_model
-from agile_trainers.objectives.kept_sets import encode_sets
+from agile_trainers.objectives.kept_sets import as_bits, sets_of_bits
 from agile_trainers.rollout.generators.architecture import (
     Reading,
     check_padding,
@@ -316,13 +317,12 @@ class TransformersGenerator:
         batch.record(tokens)
         stopped = torch.zeros_like(logprobs) if self._stop is None else self._stop(batch.recent, None)
         outputs = []
-        # The only synchronization with the device per token, but for that of kept sets.
-        drawn = torch.stack([tokens.double(), logprobs, stopped.double()], dim=1).tolist()
+        drawn, sets = self._read(torch.stack([tokens.double(), logprobs, stopped.double()], dim=1), kept)
         for row, (answer, (token, logprob, stop)) in enumerate(zip(batch.rows, drawn)):
             if answer is None:
                 continue
             reason = self._append(answer, int(token), logprob, bool(stop))
-            answer.kept += kept[row : row + 1]
+            answer.kept += sets[row : row + 1]
             if reason:
                 outputs.append(self._finish(answer, reason))
         if outputs:
@@ -330,15 +330,27 @@ class TransformersGenerator:
         batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
         return outputs
 
-    def _sample(self, batch: DecodingBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sequence[bytes]]:
-        """Return the token of each row, its log-probability, and the set that was kept, with settings that remove any."""
+    @staticmethod
+    def _read(drawn: torch.Tensor, kept: torch.Tensor | None) -> tuple[list[list[float]], list[bytes]]:
+        """Return what was drawn and the kept sets, by the only synchronization with the device per token."""
+        if kept is None:
+            return drawn.tolist(), []
+        words = drawn.view(torch.int32)
+        read = torch.cat([words, as_bits(kept)], dim=1).cpu().numpy()
+        numbers, bits = read[:, : words.size(1)], read[:, words.size(1) :]
+        return np.ascontiguousarray(numbers).view(np.float64).tolist(), sets_of_bits(bits, kept.size(1))
+
+    def _sample(
+        self, batch: DecodingBatch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the token of each row, its log-probability, and what was kept, (R, V), with settings that remove any."""
         settings, device = self._settings, self._sampling_device
         uniforms = [row.request.uniforms(1)[0] if row and settings.do_sample else 0.0 for row in batch.rows]
         short = [row is not None and len(row.logprobs) < settings.min_new_tokens for row in batch.rows]
         hold_eos = placed(short, torch.bool, device) if any(short) else None
         noise = placed(uniforms, torch.float64, device)
         log_probs = self._sampler.distribution(logits, batch.history, hold_eos)
-        kept = encode_sets(log_probs > -torch.inf) if settings.filters else ()
+        kept = log_probs > -torch.inf if settings.filters else None
         return *self._sampler.draw(log_probs, noise), kept
 
     def _append(self, answer: SampledAnswer, token: int, logprob: float, stop: bool) -> FinishReason | None:
