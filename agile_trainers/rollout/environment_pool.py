@@ -518,17 +518,23 @@ def _unanswered(call: _Call) -> str:
 
 def _watch_inline(pool: EnvironmentPool) -> Callable[[], object]:
     """Let a thread name a call that holds up the caller's. Return a function that ends the thread."""
-    ended, refers = threading.Event(), weakref.ref(pool)
+    # Not an event: the garbage collector may end the thread from any thread, also from within its own wait.
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    refers = weakref.ref(pool)
 
     def watch() -> None:
-        while not ended.wait(SILENT_SECONDS / 4):
+        while True:
+            with suppress(queue.Empty):
+                return ended.get(timeout=SILENT_SECONDS / 4)
             if (watched := refers()) is None or watched._named_silent:
                 return
             watched._name_silent()
             del watched
 
     threading.Thread(target=watch, daemon=True, name="silent-environments").start()
-    return ended.set
+    end = weakref.finalize(pool, ended.put, None)  # it ends with the pool, also with one that is not closed
+    end.atexit = False
+    return end
 
 
 class _Threads:
@@ -545,7 +551,7 @@ class _Threads:
             inbox = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
-            threading.Thread(target=_serve_calls, args=(inbox, self._idle), daemon=True).start()
+            threading.Thread(target=_serve_calls, args=(inbox, weakref.ref(self)), daemon=True).start()
         inbox.put((attempt, report))
 
     def stop(self) -> None:
@@ -558,12 +564,16 @@ def _end_threads(idle: deque[_Inbox]) -> None:
         idle.pop().put(None)
 
 
-def _serve_calls(inbox: _Inbox, idle: deque[_Inbox]) -> None:
+def _serve_calls(inbox: _Inbox, refers: weakref.ref[_Threads]) -> None:
     while (work := inbox.get()) is not None:
         attempt, report = work
         outcome = attempt()
         # Idle before reporting, so that the next call reuses this thread.
-        idle.append(inbox)
+        if (threads := refers()) is not None:
+            threads._idle.append(inbox)
+        else:  # given up, and answered after the pool was gone
+            inbox.put(None)
+        del threads
         report(*outcome)
         del work, attempt, report, outcome  # an idle thread keeps no references
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool, Environment
 class Hangs:
     """Answers no step, and takes errors for temporary ones, as code that asks a server does."""
 
+    let_go = threading.Event()
+    """Set at the end of a test, so that no thread stays in the process."""
+
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return "Question", {}
 
     def step(self, action: str) -> Any:
-        while True:
+        while not self.let_go.is_set():
             try:
-                threading.Event().wait()
+                self.let_go.wait()
             except Exception:
                 continue
 
@@ -36,8 +40,9 @@ class HangsAwaiting(Hangs):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings of silent calls. Each is answered by Ctrl-C."""
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The warnings of silent calls. Each is answered by Ctrl-C. At the end no thread is left."""
+    threads = set(threading.enumerate())
     heard: list[str] = []
 
     def warning(text: str) -> None:
@@ -46,7 +51,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(environment_pool, "SILENT_SECONDS", 0.01)
     monkeypatch.setattr(environment_pool.logger, "warning", warning)
-    return heard
+    monkeypatch.setattr(Hangs, "let_go", threading.Event())
+    yield heard
+    Hangs.let_go.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
 
 
 def outcome_of(pool: EnvironmentPool) -> Outcome:

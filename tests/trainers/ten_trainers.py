@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,30 @@ def maker(kinds: list[str], model: Path | str) -> Callable[..., MultiTurnTrainer
     return lambda folder, **more: made(model, folder, **{**options, **more})
 
 
-def held() -> dict[str, int]:
-    """Count what this process holds: live trainers, bytes of tensors, threads, processes below it, descriptors."""
+def outside() -> set[Any]:
+    """The threads and processes that this process has."""
+    return {*threading.enumerate(), *psutil.Process().children(recursive=True)}
+
+
+def held(others: Collection[Any] = ()) -> dict[str, int]:
+    """Count what this process holds: live trainers, bytes of tensors, threads, processes below it, descriptors.
+
+    Threads and processes of ``others`` are not counted.
+    """
     STOP_STRING_EMBEDDING_CACHE.clear()  # of transformers, for at most eight tokenizers
     for _ in range(3):  # a thread or process that ends frees more
         gc.collect()
     multiprocessing.active_children()  # lets go of those that have ended
-    own = psutil.Process()
+    begun = outside() - {*others}
+    threads = [one for one in begun if isinstance(one, threading.Thread)]
     objects = gc.get_objects()
     tensors = [one for one in objects if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta]
     return {
         "trainers": sum(issubclass(type(one), MultiTurnTrainer) for one in objects),
         "bytes": sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values()),
-        "threads": sum(one.name != "tqdm_monitor" for one in threading.enumerate()),
-        "processes": len(own.children(recursive=True)),
-        "descriptors": own.num_fds(),
+        "threads": sum(one.name != "tqdm_monitor" for one in threads),
+        "processes": len(begun) - len(threads),
+        "descriptors": psutil.Process().num_fds(),
     }
 
 

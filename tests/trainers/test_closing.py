@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from games import Chatter, make_trainer
-from ten_trainers import check_tenth, held, maker
+from ten_trainers import check_tenth, held, maker, outside
 
+from agile_trainers.rollout import environment_pool
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 OUTSIDE = ("threads", "processes")
 """What ends with ``close()``; the rest is the model's."""
 
+OTHERS: set[Any] = set()
+"""Threads and processes of the tests before these, which may end at any time: they are not counted."""
+
 
 def left_as(expected: dict[str, int], names: tuple[str, ...] = (*OUTSIDE, "descriptors", "trainers")) -> dict[str, int]:
     """Check that no more is held, once processes and threads that are ending have ended; others may end too."""
     until = time.monotonic() + 60
-    while any((now := held())[name] > expected[name] for name in names) and time.monotonic() < until:
+    while any((now := held(OTHERS))[name] > expected[name] for name in names) and time.monotonic() < until:
         time.sleep(0.05)
     assert [name for name in names if now[name] > expected[name]] == [], (now, expected)
     return now
@@ -42,11 +47,16 @@ def begun(model: Path, folder: Path, kinds: list[str]) -> MultiTurnTrainer:
 @pytest.fixture(scope="module")
 def before(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """What is held after a first trainer: the server that starts processes stays."""
+    OTHERS.update(outside())
     others = set(multiprocessing.active_children())
     begun(embedded_model, tmp_path_factory.mktemp("first"), ["processes"]).close()
     for process in set(multiprocessing.active_children()) - others:
         process.join()
-    return held()
+    until = time.monotonic() + 60
+    while (now := held(OTHERS))["threads"] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert now["threads"] == 0, "all threads of a closed trainer end"
+    return now
 
 
 @pytest.mark.parametrize(
@@ -64,7 +74,7 @@ def test_what_a_trainer_holds(
     kinds: list[str], how: str, embedded_model: Path, tmp_path: Path, before: dict[str, int]
 ) -> None:
     trainer = begun(embedded_model, tmp_path, kinds)
-    during = held()
+    during = held(OTHERS)
     assert during["bytes"] > before["bytes"] and during["trainers"] == before["trainers"] + 1
     if kinds == ["processes"]:
         assert during["processes"] > before["processes"] and during["threads"] > before["threads"]
@@ -105,8 +115,37 @@ def test_the_threads_of_a_pool_end_with_it(workers: int, before: dict[str, int])
     pool = EnvironmentPool(Chatter, workers) if workers else EnvironmentPool(Chatter, processes=1)
     pool.reset(0, 0, None)
     assert pool.outcomes(block=True)[0].error is None
-    assert held()["threads"] > before["threads"]
+    assert held(OTHERS)["threads"] > before["threads"]
     del pool
+    left_as(before)
+
+
+class ClosesLate(Chatter):
+    may_close = threading.Event()
+
+    def close(self) -> None:
+        self.may_close.wait()
+
+
+def test_the_thread_that_names_silent_environments_ends_with_its_pool(
+    before: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "SILENT_SECONDS", 3600.0)
+    pool = EnvironmentPool(Chatter)
+    pool.reset(0, 0, None)
+    assert held(OTHERS)["threads"] > before["threads"]
+    del pool
+    left_as(before)
+
+
+def test_a_thread_that_outlasts_its_pool_ends_too(before: dict[str, int]) -> None:
+    pool = EnvironmentPool(ClosesLate, 1)
+    pool.reset(0, 0, None)
+    assert pool.outcomes(block=True)[0].error is None
+    pool.release(0, reusable=False)
+    del pool
+    assert held(OTHERS)["threads"] > before["threads"]
+    ClosesLate.may_close.set()
     left_as(before)
 
 
