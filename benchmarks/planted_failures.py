@@ -132,7 +132,7 @@ RUNS: dict[str, Run] = {
     "giving up pays": Run(GivingUpPays, steps=60, options={"per_device_train_batch_size": 64}),
     "one turn of four": Run(steps=30, options={"max_turns": 1}),
     "two turns of four": Run(steps=30, options={"max_turns": 2}),
-    "prompts unread": Run(steps=32, reads_prompt=False, options={"diagnosis_interval": 10}),
+    "prompts unread": Run(steps=105, reads_prompt=False, options={"diagnosis_interval": 10}),
     "random reward": Run(RandomReward),
     "random reward function": Run(reward_funcs=random_reward),
     "beta=10": Run(options={"beta": 10.0}),

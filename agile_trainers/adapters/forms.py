@@ -93,7 +93,7 @@ _COURSE = {
     "levels": [Fields(_LEVEL, required=tuple(_LEVEL), only=True)],
 }  # fmt: skip
 _HISTORY = Fields(
-    {"patience": bool, "groups": Count, "latest": {str: [NUMBER]}, "earliest": {str: [NUMBER]}, "highest": {str: NUMBER},
+    {"patience": bool, "groups": Count, "latest": {str: [NUMBER]}, "earliest": {str: [NUMBER]},
      "counts": {str: Count}, "notes": {str: str}, "courses": {str: Fields(_COURSE, required=tuple(_COURSE), only=True)}},
     only=True,
 )  # fmt: skip

@@ -48,6 +48,8 @@ CUT_MORE = 0.25
 """Rise of the share of cut answers, from the start, that a destroyed policy shows."""
 FORGOTTEN = 0.2
 """Share of an earlier ``prompt_information`` up to which it is lost."""
+KNOWN_FOR = 3
+"""Measurements of which the mean is compared: a single one, of few prompts, may be off by .2."""
 RULES = 0.5
 """Gain of the entropy bonus from which it rules the updates, in standard deviations of an episode's reward."""
 KNEW = 0.25
@@ -56,6 +58,8 @@ UNREAD = 0.02
 """``prompt_information`` up to which answers do not depend on their prompts."""
 UNREAD_FOR = 4
 """Measurements in a row in which they do not."""
+UNREAD_AFTER = 100
+"""Batches before which a policy may still learn what all prompts have in common, before it reads them."""
 CUT_IN_PART = 0.6
 """Share of episodes cut short from which a run that does not improve may need longer ones."""
 UNPAID = 0.2
@@ -123,8 +127,6 @@ class MetricHistory:
     """The last ``KEPT`` values of each metric."""
     earliest: dict[str, list[float]] = field(default_factory=dict)
     """The first ``BATCHES`` values of each metric."""
-    highest: dict[str, float] = field(default_factory=dict)
-    """The highest value of each metric."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values that each metric has had."""
     courses: dict[str, Course] = field(default_factory=dict)
@@ -145,7 +147,6 @@ class MetricHistory:
             self.latest[name] = [*self.latest.get(name, []), value][-KEPT:]
             if len(self.earliest.setdefault(name, [])) < BATCHES:
                 self.earliest[name].append(value)
-            self.highest[name] = max(value, self.highest.get(name, value))
             self.counts[name] = self.counts.get(name, 0) + 1
             if name in COURSES:
                 error = metrics.get("success_sem") if name == "success" else None
@@ -165,6 +166,11 @@ class MetricHistory:
         """Return the mean of the last ``count`` values; None if there are fewer."""
         values = self.last(name, count)
         return fmean(values) if values else None
+
+    def means(self, name: str, count: int) -> list[float]:
+        """Return the means of each ``count`` values in a row, of the latest; an empty list if there are fewer."""
+        values, count = self.latest.get(name, []), count if self.patience else 1
+        return [fmean(values[end - count : end]) for end in range(count, len(values) + 1)]
 
     def first(self, name: str) -> float | None:
         """Return the mean of the first ``BATCHES`` values; None if there are fewer."""
@@ -293,12 +299,14 @@ def _entropy_collapse(history: MetricHistory, options: Any) -> Evidence | None:
 
 
 def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
-    now, entropy, first = (
-        history.mean("prompt_information", 2), history.mean("entropy"), history.start("entropy"),
-    )  # fmt: skip
-    best = history.highest.get("prompt_information", 0.0)
-    if now is None or entropy is None or first is None:
+    known, entropy, first = (
+        history.means("prompt_information", KNOWN_FOR),
+        history.mean("entropy"),
+        history.start("entropy"),
+    )
+    if not known or entropy is None or first is None:
         return None
+    now, best = known[-1], max(known)
     if best < KNEW or now > FORGOTTEN * best or entropy < 0.3 * first or _falling(history):
         return None
     return Evidence(
@@ -314,6 +322,8 @@ def _prompts_unread(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     if len(history.last("reward", 2 * UPDATES)) < 2 * UPDATES or history.rises("reward"):
         return None  # what all prompts have in common may still be learned
+    if history.counts["reward"] < UNREAD_AFTER or history.rose("success") or _falling(history):
+        return None  # a policy first learns what all prompts have in common; one that was harmed has another cause
     known = "" if success is None else f" (success {success:.0%})"
     return Evidence(
         f"Answers do not depend on their prompt: prompt_information was at most {max(*values, 0):.2g} in each of the latest "

@@ -87,6 +87,10 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         Options(),
     ),
     "answers that never knew the prompt": (["prompts_unread"], always({"prompt_information": 0.02}), Options()),
+    "answers that do not read their prompts yet": ([], always({"prompt_information": 0.0}), Options()),
+    "a measurement of few prompts is off now and then": (
+        [], lambda step: {"prompt_information": 0.5 if step % 7 == 0 else 0.05}, Options(),
+    ),
     "answers that hardly knew the prompt": ([], always({"prompt_information": 0.021}), Options()),
     "answers without the prompt, which still become better": (
         [], lambda step: {"prompt_information": 0.0, "reward": 0.4 + 0.01 * step}, Options(),
@@ -272,6 +276,11 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
 }  # fmt: skip
 
 
+def steps_of(what: str) -> int:
+    """Steps of a planted run: unread prompts are named after a hundred batches."""
+    return 110 if "knew the prompt" in what or what == "prompts_unread" else 40
+
+
 def told(planted: Planted, options: Any, steps: int = 40) -> list[str]:
     diagnosis = Diagnosis(options)
     return [finding.name for step in range(steps) for finding in diagnosis.look(step, {**HEALTHY, **planted(step)})]
@@ -280,7 +289,7 @@ def told(planted: Planted, options: Any, steps: int = 40) -> list[str]:
 @pytest.mark.parametrize("case", PLANTED)
 def test_each_planted_failure_is_named_once_and_nothing_else(case: str) -> None:
     expected, planted, options = PLANTED[case]
-    assert told(planted, options) == expected
+    assert told(planted, options, steps_of(case)) == expected
 
 
 def test_every_finding_is_planted() -> None:
@@ -297,7 +306,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
             check = next(check for check in HEALTH_CHECKS if check.name == name)
             own = {*check.reads}
             history = MetricHistory(groups=12)
-            for step in range(40):
+            for step in range(steps_of(case)):
                 values = {**HEALTHY, **planted(step)}
                 history.add({metric: value for metric, value in values.items() if metric in own})
             assert check.shown_by(history, options) is not None, case
@@ -332,7 +341,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
 def test_just_below_the_threshold_nothing_is_named(
     name: str, metrics: dict[str, float], options: dict[str, Any]
 ) -> None:
-    assert name not in told(always(metrics), replace(Options(), **options))
+    assert name not in told(always(metrics), replace(Options(), **options), steps_of(name))
 
 
 def test_weights_that_stay_may_have_no_gradient() -> None:
@@ -405,12 +414,12 @@ def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 40, 6))
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(cut: int) -> None:
-    for expected, planted, options in PLANTED.values():
+    for case, (expected, planted, options) in PLANTED.items():
         first = Diagnosis(options)
         said = [f.name for step in range(cut) for f in first.look(step, {**HEALTHY, **planted(step)})]
         second = Diagnosis(options)
         second.restore(json.loads(json.dumps(first.state())))
-        said += [f.name for step in range(cut, 40) for f in second.look(step, {**HEALTHY, **planted(step)})]
+        said += [f.name for step in range(cut, steps_of(case)) for f in second.look(step, {**HEALTHY, **planted(step)})]
         assert said == expected
 
 
