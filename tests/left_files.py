@@ -32,8 +32,13 @@ ALLOWED = (
 """What a run may leave outside of its ``output_dir``."""
 if find_spec("vllm"):
     ALLOWED += ("tmp/torchelastic_*",)  # logs of PyTorch's launcher
-    # Its cache, and the sockets of its servers, which tests kill.
-    ALLOWED += ("home/.cache/vllm*", "tmp/vllm_dist_*", f"tmp/{'-'.join('?' * n for n in (8, 4, 4, 4, 12))}")
+    # Its cache, and the sockets of its servers; and what trainers leave that tests kill.
+    ALLOWED += (
+        "tmp/matplotlib-*",
+        "home/.cache/vllm*",
+        "tmp/vllm_dist_*",
+        f"tmp/{'-'.join('?' * n for n in (8, 4, 4, 4, 12))}",
+    )
 _UNTIL_EXIT = ("tmp/pymp-*", "tmp/*wandb-media", "tmp/*wandb-artifacts", "tmp/forks*")
 """What this process removes itself, after pytest has ended."""
 _ELSEWHERE = re.compile(r"(XDG|WANDB|TRACKIO)_.*|HF_(HOME|.*_CACHE)|MPLCONFIGDIR|TORCHINDUCTOR_CACHE_DIR")
@@ -94,7 +99,8 @@ def _shared() -> Iterator[str]:
     for path in set(_SHARED.glob("*")) - _shared_before:
         try:
             # Semaphores of multiprocessing do not say whose they are: a killed program beside the tests leaves the same.
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith("sem.mp-"):
+            # Workers of a vLLM server leave theirs when it ends.
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith(("sem.mp-", "vllm_dist_")):
                 yield str(path)
         except FileNotFoundError:
             continue
