@@ -816,10 +816,12 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
-        "If grad_norm is 0, the answers do not depend on the trained weights: check which parameters require gradients. "
-        "Otherwise raise learning_rate (1e-5 and more for an adapter, 1e-6 and more for all weights), and train weights in "
-        "float32 if they are bfloat16: smaller changes are rounded away.",
-        ("learning_rate",), unless=("solved", "zero_advantage_groups", "too_hard", "episodes_cut", "kl_pins_policy"),
+        "If grad_norm is 0, the answers do not depend on the trained weights: check which parameters require gradients. If "
+        "the logged learning_rate is still far below yours, shorten warmup_steps. If it is 1e-5 and more for an adapter "
+        "(1e-6 for all weights), check that an optimizer of your own holds the model's parameters, and that the adapter is "
+        "on layers that answers depend on; otherwise raise it. Train weights in float32 if they are bfloat16.",
+        ("learning_rate", "warmup_steps"),
+        unless=("solved", "zero_advantage_groups", "too_hard", "episodes_cut", "kl_pins_policy"),
     ),
     HealthCheck(
         "environment_failing", ("stop/environment_error", "stop/environment_timeout"), _environment_failing,
