@@ -46,8 +46,9 @@ def maker(kinds: list[str], model: Path | str) -> Callable[..., MultiTurnTrainer
 
 
 def outside() -> set[Any]:
-    """The threads and processes that this process has."""
-    return {*threading.enumerate(), *psutil.Process().children(recursive=True)}
+    """The threads and processes that this process has, but for those of tqdm, and of pytest for the test that runs."""
+    threads = {one for one in threading.enumerate() if not one.name.startswith(("tqdm_monitor", "pytest_timeout"))}
+    return {*threads, *psutil.Process().children(recursive=True)}
 
 
 def held(others: Collection[Any] = ()) -> dict[str, int]:
@@ -66,7 +67,7 @@ def held(others: Collection[Any] = ()) -> dict[str, int]:
     return {
         "trainers": sum(issubclass(type(one), MultiTurnTrainer) for one in objects),
         "bytes": sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values()),
-        "threads": sum(one.name != "tqdm_monitor" for one in threads),
+        "threads": len(threads),
         "processes": len(begun) - len(threads),
         "descriptors": psutil.Process().num_fds(),
     }
