@@ -1778,6 +1778,18 @@ MUTATIONS = [
         "if step - seen <= QUIET]", "if step - seen < 0]", "tests/evaluation/test_recorded_runs.py",
     ),
     Mutation(
+        "a policy that reads its prompts late is told that it does not", "evaluation/diagnosis.py",
+        'history.counts["reward"] < UNREAD_AFTER or ', "", DIAGNOSIS,
+    ),
+    Mutation(
+        "one measurement of few prompts is a collapse", "evaluation/diagnosis.py",
+        'history.means("prompt_information", KNOWN_FOR)', 'history.means("prompt_information", 1)', DIAGNOSIS,
+    ),
+    Mutation(
+        "filters cost no memory in a plan", "cli/check/memory_plan.py",
+        "tile += COPIES * 4 * min(positions * vocabulary, LOGITS)", "pass", "tests/test_cli_memory.py -k copies",
+    ),
+    Mutation(
         "a flipped sign passes as a reward", "monitor/health_metrics.py",
         "return products / (squares * ones) ** 0.5", "return abs(products) / (squares * ones) ** 0.5",
         "tests/trainers/test_health_metrics.py",

@@ -249,6 +249,9 @@ def test_copies_quantization_optimizers_and_limits_count() -> None:
     assert plain["peak"] == fixed + max(update, 2 * plain["KV cache"])
     long = sizes(episodes=1000)
     assert long["peak"] == fixed + 2 * long["KV cache"] and long["KV cache"] == 1000 * whole["KV cache"]
+    # Six float32 copies of the logits of 64 tokens, or of a piece of 2**24.
+    assert sizes(filters=True)["logits"] - whole["logits"] == 6 * 4 * 64 * config.vocab_size
+    assert sizes(filters=True, rows=1024)["logits"] - sizes(rows=1024)["logits"] == 6 * 4 * 2**24
     shown = ["5 B", "2.0 KiB", "3.0 MiB", "0.50 GiB", "2.50 GiB", "40.0 GiB"]
     assert [readable(size) for size in (5, 2048, 3 * 2**20, 2**29, 5 * 2**29, 40 * 2**30)] == shown
 
@@ -260,9 +263,10 @@ def test_the_plan_goes_by_the_limits() -> None:
         per_device_train_batch_size=2,
     )  # fmt: skip
     plan = plan_memory(config, args, model, critic=False, prompt=20, observation=7)
-    assert (plan.tokens, plan.dtype) == (20 + 3 * 50 + 2 * 7, torch.bfloat16)
+    assert (plan.tokens, plan.dtype, plan.filters) == (20 + 3 * 50 + 2 * 7, torch.bfloat16, False)
     assert plan_memory(config, args, model, critic=True, prompt=20, observation=7).tokens == 20 + 3 * 50 + 3 * 7
-    args.max_model_length = 100
+    args.max_model_length, args.top_p = 100, 0.9
+    assert plan_memory(config, args, model, critic=False, prompt=20, observation=7).filters
     assert plan_memory(config, args, model, critic=False, prompt=20, observation=7).tokens == 100
     args.max_model_length, args.max_turns = None, 50
     assert plan_memory(config, args, model, critic=False, prompt=20, observation=7).tokens == 512, (
