@@ -408,7 +408,7 @@ def page(rows: list[Row]) -> str:
         "",
         "The last column says what the model reads to sample a turn: *new* tokens only; the whole conversation once a",
         "*turn* (windows, recurrent layers, positions counted in columns); or the whole conversation for every *token*",
-        "(models without `past_key_values`, or whose decoding differs from reading), which is slow for long answers.",
+        "(models without a cache, or whose decoding differs from reading), which is slow for long answers.",
         "",
         "| architecture | sampled - scored | sampled - trained | reads |",
         "|---|---|---|---|",

@@ -29,10 +29,10 @@ def reading(base: PreTrainedModel) -> Reading:
 
     Keys and values are kept between turns, and moved to other columns of another batch, if every layer keeps those of the
     whole conversation independent of their column. Layers with a window, a state or positions counted in columns read the
-    conversation again each turn. Models without ``past_key_values``, or whose decoding differs from their full forward
-    pass, read it again for every token.
+    conversation again each turn. Models without a cache, or whose decoding differs from their full forward pass,
+    read it again for every token.
     """
-    if base.config.model_type in _DECODES_OTHERWISE or "past_key_values" not in _accepted(base):
+    if base.config.model_type in _DECODES_OTHERWISE or cache_argument(base) is None:
         return Reading.TOKEN
     counts_columns = "local" in getattr(
         base.config, "attention_layers", ()
@@ -69,6 +69,14 @@ def takes_position_ids(base: PreTrainedModel) -> bool:
 def takes_logits_to_keep(base: PreTrainedModel) -> bool:
     """Return whether the model's ``forward`` takes ``logits_to_keep``, to compute the last position's logits only."""
     return "logits_to_keep" in _accepted(base)
+
+
+def cache_argument(base: PreTrainedModel) -> str | None:
+    """Return the name by which the model's ``forward`` takes and returns its cache; None if it keeps none.
+
+    It is ``past_key_values`` before transformers 5.24, and ``cache`` from then on.
+    """
+    return next((name for name in ("cache", "past_key_values") if name in _accepted(base)), None)
 
 
 def _accepted(base: PreTrainedModel) -> Any:

@@ -17,6 +17,7 @@ from agile_trainers.adapters.roles import base_model
 from agile_trainers.objectives.kept_sets import as_bits, sets_of_bits
 from agile_trainers.rollout.generators.architecture import (
     Reading,
+    cache_argument,
     check_padding,
     reading,
     takes_logits_to_keep,
@@ -67,7 +68,7 @@ class TransformersGenerator:
 
     A model with layers other than plain full attention (sliding window, recurrent, hybrid), or without position ids,
     cannot be repacked. It reads the whole conversation again each turn, with its own cache class, and takes new
-    requests only when no row is decoding. A model without ``past_key_values``, or whose cached decoding differs from its
+    requests only when no row is decoding. A model without a cache, or whose cached decoding differs from its
     full forward pass, reads the whole conversation again for every token. See :func:`.architecture.reading`.
 
     The model must be in eval mode while ``step`` runs; training mode is an error. Gradients are not recorded.
@@ -116,6 +117,7 @@ class TransformersGenerator:
         self._takes_positions = takes_position_ids(base)
         self._options = {"logits_to_keep": 1} if takes_logits_to_keep(base) else {}
         self._reading = reading(base)
+        self._cache_argument = cache_argument(base) or ""  # a model without one reads the conversation for every token
         self._keeps_cache = self._reading is Reading.NEW
         self._attention = DecodingAttention(base)
         if not self._keeps_cache:
@@ -304,11 +306,11 @@ class TransformersGenerator:
             outputs = self.model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.kv.mask,
-                past_key_values=batch.kv.cache,
                 use_cache=True,
                 **options,
+                **{self._cache_argument: batch.kv.cache},
             )
-        batch.kv.cache = outputs.past_key_values
+        batch.kv.cache = outputs[self._cache_argument]
         return outputs.logits[:, -1].to(self._sampling_device)
 
     def _extend(self, batch: DecodingBatch, logits: torch.Tensor) -> list[GenerationOutput]:
