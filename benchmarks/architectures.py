@@ -316,12 +316,18 @@ class Comparing(MultiTurnGRPOTrainer):
 
     scored, trained, tokens = 0.0, 0.0, 0
 
-    def _train_batch(self, batch: Any, *args: Any) -> TrainBatch:
-        output = super()._train_batch(batch, *args)
-        assert output.old_per_token_logps is not None
-        self.scored = self._mismatch(output.old_per_token_logps, output)
-        self.tokens = int((batch.turn_ids >= 0).sum())
-        return output
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        finish = self.batches.finish
+
+        def noted(batch: Any, *given: Any) -> TrainBatch:
+            output = finish(batch, *given)
+            assert output.old_per_token_logps is not None
+            self.scored = self._mismatch(output.old_per_token_logps, output)
+            self.tokens = int((batch.turn_ids >= 0).sum())
+            return output
+
+        self.batches.finish = noted  # type: ignore
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)

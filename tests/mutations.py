@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that fails leaves its bar", "trainers/trainer.py",
-        "close_tables(self)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
+        "close_tables(self.callback_handler)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
     ),
     Mutation(
         "a row is longer than its width", "monitor/table_rows.py",
@@ -619,8 +619,8 @@ MUTATIONS = [
         f"{STARTS} -k starts",
     ),
     Mutation(
-        "TRL's reference decomposes the base again", "trainers/trainer.py",
-        "plain_copies(inputs.model), named:", "named:", f"{STARTS} -k already",
+        "TRL's reference decomposes the base again", "trainers/load_adapter.py",
+        "plain_copies(model), named:", "named:", f"{STARTS} -k already",
     ),
     Mutation(
         "the sampler's probability over the trainer's", "objectives/mismatch.py",
@@ -675,7 +675,7 @@ MUTATIONS = [
         f"{DRIFT_OPTIONS} -k ppo_is_exact",
     ),
     Mutation(
-        "credit comes before the weights of rewards", "trainers/trainer.py",
+        "credit comes before the weights of rewards", "step/batch.py",
         "weighs = args.drift_correction == DECISION and played.version is not None", "weighs = False",
         f"{DRIFT_OPTIONS} -k grpo_is_exact",
     ),
@@ -906,22 +906,22 @@ MUTATIONS = [
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[two-steps-tokens]",
     ),
     Mutation(
-        "a pass divides by its own episodes", "trainers/trainer.py",
-        "output.denominator, whole, self.args", "output.denominator, part.batch, self.args",
+        "a pass divides by its own episodes", "step/loss.py",
+        "output.denominator, whole, args", "output.denominator, part.batch, args",
         f"{OWN_LOSS}::test_grpo_as_a_loss_of_its_own_is_trls[episodes-none]",
     ),
     Mutation(
-        "accumulated micro-batches of an own loss are summed", "trainers/trainer.py",
-        "accumulation, processes = self.current_gradient_accumulation_steps,", "accumulation, processes = 1,",
+        "accumulated micro-batches of an own loss are summed", "step/loss.py",
+        "accumulation=accumulation, processes=processes\n    )\n    return total", "accumulation=1, processes=processes\n    )\n    return total",
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[accumulated-constant]",
     ),
     Mutation(
-        "a loss over the micro-batch is split", "trainers/trainer.py",
-        "loss_needs=None if self.loss is None else self.loss_needs", "loss_needs=None", f"{OWN_LOSS} -k never_split",
+        "a loss over the micro-batch is split", "trainers/setup.py",
+        "loss_needs=None if trainer.loss is None else trainer.loss_needs", "loss_needs=None", f"{OWN_LOSS} -k never_split",
     ),
     Mutation(
-        "an own loss never sees episodes without advantage", "trainers/trainer.py",
-        "return self.args.skip_zero_advantage is True", "return True", f"{OWN_LOSS} -k left_out_only",
+        "an own loss never sees episodes without advantage", "trainers/setup.py",
+        "skips = args.skip_zero_advantage is True if", "skips = True if", f"{OWN_LOSS} -k left_out_only",
     ),
     Mutation(
         "an own loss gets no old policy", "step/loss.py",
@@ -982,8 +982,8 @@ MUTATIONS = [
         "vars(of).update(state)", "None", "tests/trainers/test_out_of_memory.py -k undone",
     ),
     Mutation(
-        "the sums of an attempt that ran out of memory stay in the critic", "trainers/trainer.py",
-        "            self.critic.remember,\n", "", "tests/trainers/test_out_of_memory.py -k put_back",
+        "the sums of an attempt that ran out of memory stay in the critic", "trainers/setup.py",
+        "        critic.remember,\n", "", "tests/trainers/test_out_of_memory.py -k put_back",
     ),
     Mutation(
         "the highest difference of an attempt that ran out of memory counts", "sampling/mismatch.py",
@@ -1267,8 +1267,8 @@ MUTATIONS = [
         "(cells % mask.size(1)).clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",
     ),
     Mutation(
-        "a resumed run forgets what it found out about packing", "trainers/trainer.py",
-        "self.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
+        "a resumed run forgets what it found out about packing", "trainers/setup.py",
+        "parts.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
     ),
     Mutation(
         "packed rows that differ are used", "packing/packer.py",
@@ -1498,11 +1498,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a closed trainer keeps its environments", "trainers/trainer.py",
-        "closing.callback(pool.close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
+        "self._resources.callback(close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
     ),
     Mutation(
-        "a trainer that fails keeps what it has begun", "trainers/trainer.py",
-        "            trainer.close()\n            raise", "            raise",
+        "a trainer that fails keeps what it has begun", "trainers/setup.py",
+        "            self.close()\n            raise", "            raise",
         "tests/trainers/test_closing.py -k fails_holds",
     ),
     Mutation(
@@ -1826,8 +1826,8 @@ MUTATIONS = [
         "values[self._taken.get(name, 0) :]", "values", f"{HEALTH} -k taken_once",
     ),
     Mutation(
-        "a resumed run forgets its diagnosis", "trainers/trainer.py",
-        "self.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
+        "a resumed run forgets its diagnosis", "trainers/setup.py",
+        "parts.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",
@@ -1844,8 +1844,8 @@ MUTATIONS = [
         "_zero(module, _NOISE)", "pass", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
-        "the critic's adapter has dropout", "trainers/trainer.py",
-        "            self._switch_off_noise()\n            self.critic.unfreeze(", "            self.critic.unfreeze(",
+        "the critic's adapter has dropout", "trainers/setup.py",
+        "        _switch_off_noise(args, accelerator, policy, trainer.ref_model)\n        critic.unfreeze(", "        critic.unfreeze(",
         f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
@@ -2111,13 +2111,13 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k order",
     ),
     Mutation(
-        "an evaluation plays in the open rollout's pool", "trainers/trainer.py",
-        "self.engine.beside() if args.batches_ahead else self.engine", "self.engine",
+        "an evaluation plays in the open rollout's pool", "trainers/setup.py",
+        "engine.beside() if args.batches_ahead else engine", "engine",
         "tests/trainers/test_batches_ahead.py -k stays",
     ),
     Mutation(
-        "checkpoints forget the batches ahead", "trainers/trainer.py",
-        "None if self.rollouts.ahead is None else self.rollouts.ahead.state()", "None",
+        "checkpoints forget the batches ahead", "trainers/setup.py",
+        "None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()", "None",
         "tests/trainers/test_batches_ahead.py -k killed",
     ),
     Mutation(
@@ -2565,8 +2565,8 @@ MUTATIONS = [
         "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "credit of the rewards before the penalty is reused", "trainers/trainer.py",
-        'read is not None or weights is not None or self.args.kl_placement == "reward":',
+        "credit of the rewards before the penalty is reused", "step/batch.py",
+        'read is not None or weights is not None or self._args.kl_placement == "reward":',
         "read is not None or weights is not None:",
         "tests/trainers/test_kl_placement.py -k reused",
     ),
@@ -2586,7 +2586,7 @@ MUTATIONS = [
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "credit is computed again after groups were replaced", "trainers/trainer.py",
+        "credit is computed again after groups were replaced", "step/batch.py",
         "if judged is None or read is not None", "if True or read is not None",
         f"{TASKS}::test_credit_is_computed_once_for_each_time_that_groups_are_played",
     ),

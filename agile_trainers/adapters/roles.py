@@ -88,6 +88,20 @@ def running(model: PeftModel, adapter: str | None) -> Iterator[None]:
         yield
 
 
+def check_adapter(model: Any, name: str | None) -> None:
+    """Check that a model has an adapter; None stands for the base model of one.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    adapters = list(model.peft_config) if isinstance(model, PeftModel) else []
+    if not adapters or (name is not None and name not in adapters):
+        raise ValueError(
+            f"There is no adapter {name!r}: the model has {', '.join(map(repr, adapters)) or 'none'}. The reference is an "
+            "adapter with reference_adapter=True, and use_adapter(None) plays the base model of an adapter."
+        )
+
+
 def _adapted(model: PeftModel) -> list[BaseTunerLayer | AuxiliaryTrainingWrapper]:
     return [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 

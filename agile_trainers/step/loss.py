@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.ratios import pool_log_probs
+from agile_trainers.step.token_batches import TokenBatch
 from agile_trainers.train_batch import Batch, TrainBatch
 
 
@@ -211,3 +213,41 @@ def averages(
     sums = [torch.stack([_summed(value.detach().float(), mask).sum(), counts[value.ndim]]) for value in values.values()]
     reduced = accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
     return {name: (total / max(count, 1.0), count) for name, (total, count) in zip(values, reduced, strict=True)}
+
+
+def own_loss(
+    loss: Callable[[LossInputs], LossOutput],
+    name: str,
+    part: TokenBatch,
+    whole: TrainBatch,
+    log_probs: torch.Tensor,
+    entropies: torch.Tensor,
+    args: Any,
+    accelerator: Accelerator,
+    accumulation: int,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Compute the part of a micro-batch's loss that is due to one pass, by the algorithm's own loss.
+
+    Args:
+        loss: The algorithm's.
+        name: Its class.
+        part: The rows of the pass; gets the weights of the metrics.
+        whole: The micro-batch of this process.
+        log_probs: (B, T), of the forward pass.
+        entropies: (B, T), of the forward pass.
+        args: A ``MultiTurnConfig`` for episodes.
+        accelerator: The trainer's.
+        accumulation: Micro-batches of the optimizer step.
+
+    Returns:
+        The loss, and the metrics over all processes.
+    """
+    inputs = LossInputs.of(part.batch, log_probs, entropies)
+    output = checked_output(loss(inputs), inputs, name)
+    found = averages({"entropy": entropies} | output.metrics, inputs.mask, accelerator)
+    part.weights |= {metric: weight for metric, (_, weight) in found.items()}
+    processes = accelerator.num_processes
+    total = output.total(inputs.mask) / divisor(
+        output.denominator, whole, args, accumulation=accumulation, processes=processes
+    )
+    return total, {metric: mean for metric, (mean, _) in found.items()}

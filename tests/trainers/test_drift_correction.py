@@ -99,9 +99,9 @@ class Stepped:
 
         trainer.log_prob_passes.compute, trainer.log_prob_passes.prepare_packing = score, lambda *_: None
         trainer.rollouts.play = lambda *_: PlayedGroups([], [], [], torch.zeros(1), self.batch, version=self.version)
-        trainer.snapshots = Holding()
+        trainer.batches.snapshots = Holding()
         trainer._open_mismatch = trainer.rollout_log.begin = lambda *_: None
-        trainer._log_batch = lambda generation, played, judged, credit: setattr(self, "judged", judged)
+        trainer._log_batch = lambda generation, played, made: setattr(self, "judged", made.judged)
         trainer.rollout_log.observe = lambda *_: None
         patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", of_table)
         if values is not None:

@@ -213,7 +213,7 @@ def test_after_a_first_batch_that_agreed_a_mismatch_warns_once(
 
 def shift_the_samplers(trainer: MultiTurnTrainer, unread: bool) -> list[int]:
     """Let the sampler's log-probs be wrong in rows without an advantage above .9, or in the others; count the former."""
-    credit, measure = trainer._credit, trainer._open_mismatch
+    credit, measure = trainer.batches.assign, trainer._open_mismatch
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
@@ -228,7 +228,8 @@ def shift_the_samplers(trainer: MultiTurnTrainer, unread: bool) -> list[int]:
         batch.sampling_logprobs[rows == unread] -= 1.0  # in place: the training batch holds the same tensor
         measure(batch, scores, trained)
 
-    trainer._credit, trainer._open_mismatch = remember, shifted  # type: ignore[method-assign]
+    trainer.batches.assign = remember  # type: ignore[method-assign]
+    trainer._open_mismatch = shifted  # type: ignore[method-assign]
     return count
 
 

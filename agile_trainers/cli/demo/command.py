@@ -173,7 +173,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = make_sft_trainer(untrained, base, seed, budget)
-    with showing(supervised, console, "learning the format", rows=ROWS):
+    with showing(supervised.callback_handler, console, "learning the format", rows=ROWS):
         supervised.train()
     supervised.save_model()
     learned = record_without_environment("SFT", supervised.model, supervised.state.global_step)
@@ -185,7 +185,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         "random": scripted_score("random play", random_policy, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),
     }
-    with showing(trainer, console, "multi-turn GRPO", rows=ROWS):
+    with showing(trainer.callback_handler, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
     scores["rl"] = model_score("after RL", trainer)
     scores["optimal"] = scripted_score("optimal play", halving_policy, trainer, budget.eval_episodes)

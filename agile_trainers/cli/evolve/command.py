@@ -104,7 +104,7 @@ def run_plan(
         if table:
             progress.watch(trainer, member)
         else:
-            use_dicts(trainer)
+            use_dicts(trainer.callback_handler)
 
     population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
     with progress.bar if table else nullcontext():
