@@ -690,15 +690,6 @@ MUTATIONS = [
         "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
-        "DPPO's tokens that are left out are trained", "step/drift.py",
-        '"token_truncate") * (trained | ~mask)', '"token_truncate")', f"{DRIFT_OPTIONS} -k brute_force",
-    ),
-    Mutation(
-        "DPPO's ratios have a bound", "step/drift.py",
-        'turn_ids, "token_truncate")', 'turn_ids, "token_truncate", args.drift_clip_max)',
-        f"{DRIFT_OPTIONS} -k brute_force",
-    ),
-    Mutation(
         "a rule of one's own passes for one that weighs", "trainers/trainer.py",
         '{"targets_by_row", "weighs_decisions"}', '{"targets_by_row"}', f"{DRIFT_OPTIONS} -k declares",
     ),
@@ -719,10 +710,6 @@ MUTATIONS = [
     Mutation(
         "weights per decision without their bound", "objectives/drift.py",
         "weights if clip_max is None else weights.clamp(max=clip_max)", "weights", DRIFT,
-    ),
-    Mutation(
-        "a mask of tokens that move back", "objectives/drift.py",
-        "(moved * advantages > 0)", "(moved * advantages < 0)", DRIFT,
     ),
     Mutation(
         "the divergence of prox from the snapshot", "objectives/drift.py",
@@ -912,7 +899,8 @@ MUTATIONS = [
     ),
     Mutation(
         "accumulated micro-batches of an own loss are summed", "step/loss.py",
-        "accumulation=accumulation, processes=processes\n    )\n    return total", "accumulation=1, processes=processes\n    )\n    return total",
+        "accumulation=accumulation, processes=processes\n    )\n    return total",
+        "accumulation=1, processes=processes\n    )\n    return total",
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[accumulated-constant]",
     ),
     Mutation(
@@ -1475,14 +1463,6 @@ MUTATIONS = [
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "a merged adapter counts twice", "adapters/rollout_weights.py",
-        "layer._disable_adapters = True", "layer._disable_adapters = False", "tests/adapters/test_rollout_weights.py",
-    ),
-    Mutation(
-        "an adapter stays off after a rollout", "adapters/rollout_weights.py",
-        "            layer._disable_adapters = False", "            pass", "tests/adapters/test_rollout_weights.py",
-    ),
-    Mutation(
         "vLLM's cache gets the bytes of its activations", "rollout/generators/checks.py",
         "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
     ),
@@ -1845,7 +1825,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the critic's adapter has dropout", "trainers/setup.py",
-        "        _switch_off_noise(args, accelerator, policy, trainer.ref_model)\n        critic.unfreeze(", "        critic.unfreeze(",
+        "        _switch_off_noise(args, accelerator, policy, trainer.ref_model)\n        critic.unfreeze(",
+        "        critic.unfreeze(",
         f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-from agile_trainers.adapters.fused import FusedLinear
 
 _Copies = dict[tuple[nn.Module, str], torch.Tensor]
 """Module and name of a parameter to what takes its place."""
@@ -49,55 +46,6 @@ def cast_once(model: nn.Module, dtype: torch.dtype, room: int | None = None) -> 
         casts: _Copies = {(module, name): getattr(module, name).to(dtype) for module, name in held}
     with _holding(casts):
         yield size
-
-
-@contextmanager
-def merged_adapter(model: nn.Module) -> Iterator[int]:
-    """Add the active adapter to copies of the weights that it changes, and leave out its own matrix products.
-
-    Layers that are more than a plain LoRA layer keep their adapter: quantized, sharded and tied ones, DoRA, dropout
-    aside. In half precision the sum is rounded, so that the policy differs by more than a change of kernels.
-
-    Args:
-        model: The policy. Its forward passes in the block are without gradients.
-
-    Yields:
-        The bytes of the copies.
-    """
-    plain = set(_plain_linears(model))
-    layers = [one for one in model.modules() if isinstance(one, FusedLinear) and one.base_layer in plain]
-    copies: _Copies = {}
-    for layer in (layers := [one for one in layers if one.plain_adapter is not None]):
-        weight = layer.base_layer.weight
-        with torch.no_grad():
-            whole = weight.float() + layer.get_delta_weight(layer.plain_adapter).float()
-        copies[layer.base_layer, "weight"] = whole.to(weight.dtype)
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        with _holding(copies):
-            yield sum(copy.nbytes for copy in copies.values())
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
-def check_mergeable(model: nn.Module) -> None:
-    """Reject a policy that :func:`merged_adapter` leaves as it is.
-
-    Raises:
-        ValueError: If it has no adapter, or its base is quantized, or no layer is a plain LoRA layer.
-    """
-    fix = "Leave merge_adapter_in_rollout unset."
-    if not isinstance(model, PeftModel):
-        raise ValueError(f"merge_adapter_in_rollout=True has no effect on a model that is trained whole. {fix}")
-    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
-        raise ValueError(f"merge_adapter_in_rollout=True would add the adapter to rounded, quantized weights. {fix}")
-    if not any(isinstance(layer, FusedLinear) and layer.plain_adapter is not None for layer in model.modules()):
-        kinds = ", ".join(sorted({str(config.peft_type.value) for config in model.peft_config.values()}))
-        raise ValueError(
-            f"merge_adapter_in_rollout=True needs plain LoRA layers, and the adapter ({kinds}) has none. {fix}"
-        )
 
 
 def _plain_linears(model: nn.Module) -> list[nn.Linear]:

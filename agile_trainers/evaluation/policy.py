@@ -88,7 +88,7 @@ def evaluate_policy(
     """
     options, sampling = options or EpisodeOptions(), sampling or SamplingSettings()
     factories = environment_factories(environment)
-    mixture = Mixture(tuple(factories), (1.0,) * len(factories), 1) if isinstance(factories, dict) else None
+    mixture = Mixture(tuple(factories), 1) if isinstance(factories, dict) else None
     settings = replace(sampling, do_sample=sampling.do_sample and not greedy)
     if attempts > 1 and not settings.do_sample:
         raise ValueError(f"attempts={attempts} play the same game again in greedy play. Sample, or set attempts=1.")

@@ -38,26 +38,24 @@ class Mixture:
 
     Args:
         names: Names of the environments.
-        weights: Sampling weights for runs without rows, in the order of ``names``.
         groups: Number of groups of one generation batch, over all processes.
     """
 
     names: tuple[str, ...]
-    weights: tuple[float, ...]
     groups: int
 
     def draw(self, seed: int, generation: int) -> list[str]:
         """Draw the environment of every group of a generation batch that is played without rows.
 
-        Each environment gets its share of the batch, rounded up or down at random so that the shares are exact on average
-        (systematic sampling), in random order. The draw depends on the arguments alone, not on rank or world size.
+        Each environment gets an equal share of the batch, rounded up or down at random so that the shares are exact on
+        average (systematic sampling), in random order. The draw depends on the arguments alone, not on rank or world size.
 
         Args:
             seed: The run's seed.
             generation: Index of the generation batch in the run.
         """
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, STREAM, generation))))
-        return [self.names[index] for index in systematic_sample(np.array(self.weights), self.groups, random)]
+        return [self.names[index] for index in systematic_sample(np.ones(len(self.names)), self.groups, random)]
 
     def evaluated(self, count: int) -> list[tuple[str, int]]:
         """Return the environment of every evaluation episode without rows, and the episode's index in that environment.

@@ -33,7 +33,6 @@ def training_specs(
     mixture: Mixture | None = None,
     *,
     environments: Sequence[str] | None = None,
-    seeds: Sequence[int] | None = None,
     offset: int = 0,
 ) -> list[EpisodeSpec]:
     """Return the episodes of one rank's part of a generation batch.
@@ -46,7 +45,6 @@ def training_specs(
         group_size: Members of a group.
         mixture: Chooses the environments in a run of several: named by the row, or drawn for the whole group.
         environments: Name of each group's environment in a run of several without rows. Default: ``mixture`` draws them.
-        seeds: The environment's seed of each group of the whole batch. Default: a seed of its own for each group.
         offset: Added to the indices of groups, so that groups that replace others have seeds and noise of their own.
     """
     specs = []
@@ -54,7 +52,7 @@ def training_specs(
         environments = mixture.draw(seed, generation) if mixture is not None else []
     for place, row in zip(places, rows, strict=True):
         group, member = divmod(place, group_size)
-        start = environment_seed(seed, TRAINING, generation, group + offset) if seeds is None else seeds[group]
+        start = environment_seed(seed, TRAINING, generation, group + offset)
         name: str | None = None
         if mixture is not None:
             name, row = (environments[group], None) if row is None else mixture.of_row(row)

@@ -117,7 +117,7 @@ def train_batch(
         assert log_probs.old is not None
         scored = trained & log_probs.scored[:, None]
         output.importance_sampling_ratio, metrics = corrected_drift(
-            args, log_probs.old, log_probs.snapshot, spread, batch.turn_ids, scored, accelerator
+            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
         )
         return output, metrics
     if not args.vllm_importance_sampling_correction:

@@ -98,7 +98,6 @@ class EpisodeDraws:
             members,
             self._mixture,
             environments=draw.environments,
-            seeds=draw.seeds,
             offset=attempt * self._groups,
         )
         rows = with_names(inputs, specs)

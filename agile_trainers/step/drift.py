@@ -9,9 +9,7 @@ from accelerate import Accelerator
 
 from agile_trainers.objectives.drift import (
     DECISION,
-    DPPO,
     decision_weights,
-    dppo_mask,
     drift_metrics,
     drift_weights,
 )
@@ -44,7 +42,6 @@ def corrected_drift(
     args: Any,
     log_probs: torch.Tensor,
     snapshot: torch.Tensor,
-    advantages: torch.Tensor,
     turn_ids: torch.Tensor,
     mask: torch.Tensor,
     accelerator: Accelerator,
@@ -57,7 +54,6 @@ def corrected_drift(
         args: A ``MultiTurnConfig``.
         log_probs: (B, T), under the policy that the update starts from.
         snapshot: (B, T), under the policy that played the episodes.
-        advantages: (B, T), of which ``dppo_mask`` reads the sign.
         turn_ids: (B, T) int64.
         mask: (B, T) bool, the tokens that were scored and are trained on.
         accelerator: Gathers for the metrics.
@@ -73,10 +69,4 @@ def corrected_drift(
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
-    if mode != DPPO:
-        return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
-    trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max)
-    kept = accelerator.gather(trained.sum()).sum()
-    metrics["drift/masked"] = 1.0 - (kept / counted.sum().clamp(min=1)).item()
-    # A token that was not compared keeps its weight of 1.
-    return drift_weights(log_ratio, mask, turn_ids, "token_truncate") * (trained | ~mask), metrics
+    return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics

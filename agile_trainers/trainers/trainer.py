@@ -108,7 +108,7 @@ class MultiTurnTrainer(_Trainer):
         model: Also a folder or Hub id of a LoRA adapter, which is then continued; see ``docs/chaining.md``.
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
-            rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
+            rows, or equally often. None: this is TRL's ``GRPOTrainer``.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
             episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1. Beside
             TRL's arguments they get ``trajectories`` and, where every episode has an instance of its own in this process,
