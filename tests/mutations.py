@@ -1798,7 +1798,7 @@ MUTATIONS = [
         "error <= 1.25 * spread", "error <= 0", DIAGNOSIS,
     ),
     Mutation(
-        "prompts are taken for answers", "objectives/prompt_information.py",
+        "prompts are taken for answers", "monitor/health_checks.py",
         "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{HEALTH} -k prompt_information",
     ),
     Mutation(
@@ -2112,7 +2112,7 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k weighed",
     ),
     Mutation(
-        "a background rollout's error is lost", "rollout/background.py",
+        "a background rollout's error is lost", "step/ahead.py",
         "            raise self._error\n", "            pass\n", "tests/rollout/test_background.py -k error",
     ),
     Mutation(
@@ -2327,12 +2327,12 @@ MUTATIONS = [
         f"{MIXTURE} -k depends_on",
     ),
     Mutation(
-        "the first groups of a batch play the first environment", "rollout/mixture.py",
+        "the first groups of a batch play the first environment", "rollout/seeds.py",
         'drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]',
         'drawn[np.searchsorted(ends[:-1], points, side="right")]', f"{MIXTURE} -k every_share",
     ),
     Mutation(
-        "an environment's share of a batch is never rounded up", "rollout/mixture.py",
+        "an environment's share of a batch is never rounded up", "rollout/seeds.py",
         "(np.arange(count) + random.random())", "np.arange(count)", f"{MIXTURE} -k every_share",
     ),
     Mutation(
@@ -2340,7 +2340,7 @@ MUTATIONS = [
         "chosen = mask & (sets == one)[:, None]", "chosen = mask", f"{MIXTURE} -k normalized_within",
     ),
     Mutation(
-        "reset gets the column that names the environment", "rollout/mixture.py",
+        "reset gets the column that names the environment", "rollout/seeds.py",
         "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
     ),
     Mutation(
@@ -2518,7 +2518,7 @@ MUTATIONS = [
         "return (self._observed - self._informative + 1) / (self._observed + 2)", f"{TASKS}::test_adaptive_rows",
     ),
     Mutation(
-        "evenly spaced draws meet tasks in the order of rows", "rollout/mixture.py",
+        "evenly spaced draws meet tasks in the order of rows", "rollout/seeds.py",
         "drawn = random.permutation(np.flatnonzero(weights))", "drawn = np.flatnonzero(weights)",
         f"{TASKS} -k regular_order",
     ),
@@ -2688,13 +2688,13 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k starts_from",
     ),
     Mutation(
-        "every call of a conversation is a demonstration", "rollout/scripted_policies.py",
+        "every call of a conversation is a demonstration", "evaluation/scripted_policies.py",
         "if not any(_goes_on(later, call) for later in calls[place + 1 :]):",
         "if True:",
         "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
-        "policies of agents draw without the seed", "rollout/scripted_policies.py",
+        "policies of agents draw without the seed", "evaluation/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
         "tests/rollout/agents/test_scripted_policies.py -k by_the_seed",
@@ -2897,12 +2897,12 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
-        "an activity that began anew counts from there", "rollout/busy.py",
+        "an activity that began anew counts from there", "rollout/environment_pool.py",
         "            if not self._active:\n                self._since", "            if True:\n                self._since",
         "tests/rollout/test_busy.py",
     ),
     Mutation(
-        "what went on before counts again", "rollout/busy.py",
+        "what went on before counts again", "rollout/environment_pool.py",
         "                self._since = now\n", "", "tests/rollout/test_busy.py",
     ),
     Mutation(

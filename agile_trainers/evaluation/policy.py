@@ -22,8 +22,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, probe_e
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, preserved_random_state
+from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, Mixture, preserved_random_state
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 

@@ -14,10 +14,9 @@ from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.objectives.drift import DECISION
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
-from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.step.credit import Credit, CreditAssignment, Judged
 from agile_trainers.step.critic import Critic, CriticValues, NoCritic
-from agile_trainers.step.drift import corrected_drift, weights_of_turns
+from agile_trainers.step.drift import corrected_drift, mismatch_weights, weights_of_turns
 from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch, own_rows

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.rollout.mixture import COLUMN, Mixture
+from agile_trainers.rollout.seeds import COLUMN, Mixture
 from agile_trainers.rollout.spec import EpisodeSpec
 
 _STREAMED = 1000

@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.rollout.mixture import Mixture, systematic_sample
+from agile_trainers.rollout.seeds import Mixture, systematic_sample
 
 logger = logging.get_logger(__name__)
 

@@ -18,8 +18,7 @@ from agile_trainers.imports import nearest
 from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.rollout.seeds import Mixture, preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.mixture import with_names
 from agile_trainers.step.reward import Rewards, not_scored

@@ -48,8 +48,7 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import TRAINING, environment_seed
+from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype

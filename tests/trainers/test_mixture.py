@@ -20,8 +20,7 @@ from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import evaluation_specs, training_specs
+from agile_trainers.rollout.seeds import Mixture, evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 

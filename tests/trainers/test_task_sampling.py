@@ -14,7 +14,7 @@ from games import Chatter, Uneven, make_trainer, settings
 from mixtures import BOTH
 from recorded import recorded
 
-from agile_trainers.rollout.mixture import systematic_sample
+from agile_trainers.rollout.seeds import systematic_sample
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig
 

@@ -36,10 +36,10 @@ from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.monitor.progress import showing
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 

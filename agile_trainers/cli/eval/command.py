@@ -51,7 +51,7 @@ from agile_trainers.imports import nearest
 from agile_trainers.monitor.progress import BAR
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import LIMITS
-from agile_trainers.rollout.mixture import COLUMN
+from agile_trainers.rollout.seeds import COLUMN
 from agile_trainers.types import Trajectory
 
 _ABOUT = (
