@@ -56,7 +56,7 @@ from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import BatchMaker
 from agile_trainers.step.credit import CreditAssignment, TurnEntropies
 from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
-from agile_trainers.step.draws import Drawn, EpisodeDraws
+from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
@@ -358,9 +358,22 @@ def _make_step(
     per_sequence = args.importance_sampling_level == "sequence"
     credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
-    rollouts = _make_rollouts(trainer, seam, setup, engine, sampler, runner, rewards, credit, snapshots)
-    if rollouts.ahead is not None:
-        closing.callback(rollouts.ahead.close)
+    tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
+    draws = EpisodeDraws(
+        args, accelerator, tasks,
+        dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
+    )  # fmt: skip
+    ahead = None
+    if snapshots is not None:
+        check_plays_ahead(accelerator.unwrap_model(policy), trainer.train_dataset)
+        order = RowOrder(seam.train_sampler, args.generation_batch_size, trainer.micro_steps_per_generation)
+        ahead = BatchesAhead(
+            args.batches_ahead, engine, sampler, snapshots, lambda index: draws.batch_of(order.of(index), index)
+        )
+        closing.callback(ahead.close)
+    end_token = trainer.eos_token_ids[0]
+    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device)
+    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
     if args.has_critic:
@@ -396,38 +409,6 @@ def _make_step(
         turn_entropies=turn_entropies,
         offloading=offloading,
     )
-
-
-def _make_rollouts(
-    trainer: Any,
-    seam: Seam,
-    setup: RunSetup,
-    engine: RolloutEngine,
-    sampler: RolloutSampler,
-    runner: EpisodeRunner,
-    rewards: Rewards,
-    credit: CreditAssignment,
-    snapshots: Snapshots | None,
-) -> GroupRollouts:
-    """Make what draws and plays generation batches; with ``batches_ahead``, before their update."""
-    args, accelerator = trainer.args, trainer.accelerator
-    tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
-    draws = EpisodeDraws(
-        args, accelerator, tasks,
-        dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
-    )  # fmt: skip
-    ahead = None
-    if snapshots is not None:
-        check_plays_ahead(accelerator.unwrap_model(trainer.model), trainer.train_dataset)
-        order = RowOrder(seam.train_sampler, args.generation_batch_size, trainer.micro_steps_per_generation)
-
-        def draw(generation: int) -> Drawn:
-            return draws.batch_of(order.of(generation), generation)
-
-        ahead = BatchesAhead(args.batches_ahead, engine, sampler, snapshots, draw)
-    end_token = trainer.eos_token_ids[0]
-    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device)
-    return GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead)
 
 
 def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:

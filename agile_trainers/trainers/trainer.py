@@ -36,10 +36,7 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
-from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.packer import kept_of
-from agile_trainers.paths import Paths
-from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.step.batch import MadeBatch
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
@@ -48,34 +45,20 @@ from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
+from agile_trainers.trainers import setup as construction
 from agile_trainers.trainers.arguments import check_argument_names, check_order, named_model
 from agile_trainers.trainers.evaluation import conversations, kept_columns, rows_of
 from agile_trainers.trainers.load_adapter import has_adapter, load_adapter, loading_policy
 from agile_trainers.trainers.manual_loop import Updates
-from agile_trainers.trainers.setup import (
-    RunParts,
-    RunSetup,
-    Seam,
-    closed_on_error,
-    make_parts,
-    prepare_run,
-    restore_state,
-    state_of,
-    without_environment,
-)
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)
-
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def with_episodes(method: _Method) -> _Method:
-    """Make an override act with an environment only; without one the method is TRL's.
-
-    An override without this decorator acts in both cases.
-    """
+    """Make an override act with an environment only; without one the method is TRL's."""
 
     @functools.wraps(method)
     def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +71,7 @@ def with_episodes(method: _Method) -> _Method:
 
 if TYPE_CHECKING:
 
-    class _Trainer(GRPOTrainer, RunParts):
+    class _Trainer(GRPOTrainer, construction.RunParts):
         """TRL's trainer with the parts of a run as its attributes."""
 
         def __init__(self, **given: Any) -> None: ...
@@ -115,10 +98,6 @@ class MultiTurnTrainer(_Trainer):
             ``environments``. Episodes that failed are not scored.
         train_dataset: With an environment optional: each row is handed to ``reset`` as ``options``. Without rows, set
             ``max_steps``; the environment's seed is then all that distinguishes one episode from another.
-
-    Raises:
-        ValueError: For arguments that contradict each other or would have no effect, a template that rewrites earlier
-            turns, an environment that breaks the protocol, a prompt that leaves no room to answer.
     """
 
     control: Any
@@ -144,8 +123,8 @@ class MultiTurnTrainer(_Trainer):
 
     cards: RunCards
     # With an environment the constructor makes these, and the rest of `RunParts`.
-    setup: RunSetup
-    engine: RolloutEngine | None = None  # type: ignore[assignment]
+    setup: construction.RunSetup
+    engine: Any = None
     critic = NoCritic()
 
     _loss_pass: LossPass | None = None
@@ -168,7 +147,7 @@ class MultiTurnTrainer(_Trainer):
         check_argument_names(cls, given)
         return super().__new__(cls)
 
-    @closed_on_error
+    @construction.closed_on_error
     def __init__(
         self,
         model: Any,
@@ -197,11 +176,11 @@ class MultiTurnTrainer(_Trainer):
         model = named_model(model)
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "environment")}
         self.environment = environment
-        setup: RunSetup | None = None
+        setup: construction.RunSetup | None = None
         if environment is None:
-            given["args"] = without_environment(type(self), args, environment_factory)
+            given["args"] = construction.without_environment(type(self), args, environment_factory)
         else:
-            self.setup = setup = prepare_run(type(self), environment, given)
+            self.setup = setup = construction.prepare_run(type(self), environment, given)
             for close in (setup.pool.close, setup.pool.abandon):
                 self._resources.callback(close)
             given |= setup.arguments
@@ -225,7 +204,7 @@ class MultiTurnTrainer(_Trainer):
 
         else:
             self.use_vllm = self.args.use_vllm = use_vllm
-            for name, part in vars(make_parts(self, self._seam(), setup, saved, self._resources)).items():
+            for name, part in vars(construction.make_parts(self, self._seam(), setup, saved, self._resources)).items():
                 setattr(self, name, part)
             self._turn_ratios = self.args.importance_sampling_level == "turn" and self.loss is None
             if self._turn_ratios:
@@ -236,8 +215,8 @@ class MultiTurnTrainer(_Trainer):
         self.cards = RunCards(self, self._tag_names, self._paper, record)
         self.hub.check()
 
-    def _seam(self) -> Seam:
-        return Seam(
+    def _seam(self) -> construction.Seam:
+        return construction.Seam(
             algorithm=self._name,
             tokenizer=self._tokenizer,
             topology=self._dist,
@@ -276,8 +255,6 @@ class MultiTurnTrainer(_Trainer):
             # `Trainer` keeps every log until the end, and with it one string for each name that was made anew.
             self._metrics["train"][sys.intern(name)].append(value)
 
-    # --------------------------------------------------------------------------------------------------- credit rule
-
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Compute the advantages of all turns, before whitening and clipping: the credit rule of an algorithm.
 
@@ -285,8 +262,6 @@ class MultiTurnTrainer(_Trainer):
             turns: The turns of all processes.
         """
         raise NotImplementedError
-
-    # --------------------------------------------------------------------------------------------------------- close
 
     def __enter__(self) -> Self:
         return self
@@ -299,8 +274,7 @@ class MultiTurnTrainer(_Trainer):
         on disk, environments with their processes and threads.
 
         A run that is under way is given up. The model stays, to be saved, pushed or used; training and playing raise an
-        error. No process waits for another. Called again, it does nothing. A trainer that is deleted frees the same, at
-        Python's next garbage collections.
+        error. No process waits for another. A trainer that is deleted frees the same.
         """
         if self._closed:
             return
@@ -323,8 +297,8 @@ class MultiTurnTrainer(_Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as ``Trainer.train`` does.
 
-        Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller. A
-        second signal stops at once. After ``max_wall_seconds`` it does the same, and its caller goes on.
+        Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller; a
+        second signal stops at once. After ``max_wall_seconds`` its caller goes on.
 
         Args:
             resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there
@@ -336,8 +310,7 @@ class MultiTurnTrainer(_Trainer):
             CheckpointError: If there is no complete checkpoint, or it belongs to another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
             NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
-            KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
-            SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
+            KeyboardInterrupt: After the checkpoint of an interrupted run was saved; SystemExit after SIGTERM.
         """
         self.check_open()
         self._check_policy_runs()
@@ -430,7 +403,7 @@ class MultiTurnTrainer(_Trainer):
         else:
             apply_options(self.optimizer, self.lr_scheduler, options)
         rollout = self.checkpoints.load_rollout(checkpoint)
-        restore_state(self, rollout)
+        construction.restore_state(self, rollout)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
         generation = rollout.steps // self.micro_steps_per_generation
         self.rollout_log.resume(rollout.episodes, generation, step_of(Path(checkpoint)))
@@ -603,14 +576,11 @@ class MultiTurnTrainer(_Trainer):
         model: Any,
         *args: Any,
         scored: torch.Tensor | None = None,
-        paths: Paths | None = None,
-        kept: KeptSets | None = None,
+        paths: Any = None,
+        kept: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it.
-
-        The model reads the rows ``paths``, and the policy is renormalised over the sets ``kept`` of the tokens.
-        """
+        """Compute as TRL does, of the tokens ``scored`` (B, T), reading the rows ``paths``, over the sets ``kept``."""
         handed, values = self._loss_pass, None
         if handed is not None:
             scored, paths, kept = handed.batch.counted, handed.batch.paths, kept_of(handed.inputs)
@@ -668,10 +638,9 @@ class MultiTurnTrainer(_Trainer):
             greedy: Take the likeliest token instead of sampling. Default: ``args.eval_greedy``.
 
         Returns:
-            The metrics of :func:`agile_trainers.rollout.metrics.summarize` under ``eval_``, with ``eval_return`` (the mean
-            episode return), its standard error ``eval_return_sem``, and ``eval_episodes``; TRL's ``eval_reward`` (the return
-            and the weighted reward functions) and its other names; and what reward functions log. Seeds are the same in
-            every evaluation. ``eval_<name>_return`` and so on are over one of several environments.
+            The metrics of :func:`agile_trainers.rollout.metrics.summarize` and TRL's under ``eval_``, such as
+            ``eval_return``, its standard error ``eval_return_sem`` and ``eval_reward``; those of one of several environments
+            under ``eval_<name>_``. Seeds are the same in every evaluation.
         """
         eval_dataset = rows_of(self.setup.eval_rows, eval_dataset)
         if isinstance(eval_dataset, dict):
@@ -721,8 +690,6 @@ class MultiTurnTrainer(_Trainer):
         tokens, in_train = self.state.num_input_tokens_seen, self.is_in_train
         return self.evaluator.play(dataset, count, greedy, prefix, tokens_seen=tokens, is_in_train=in_train)
 
-    # --------------------------------------------------------------------------------------------------- reference
-
     @contextmanager
     def use_adapter(self, name: str | None) -> Iterator[None]:
         """Play and compute with another adapter of the model inside a ``with`` block.
@@ -734,12 +701,7 @@ class MultiTurnTrainer(_Trainer):
             name: ``"default"`` (the policy), ``"ref"``, ``"critic"``, ...; None for the base model alone.
         """
         model = self.accelerator.unwrap_model(self.model)
-        check_adapter(model, name)
-        if self.use_vllm:
-            raise ValueError(
-                "use_adapter() switches the trainer's own model, and vLLM samples with the policy. Save the model and play "
-                "its folders with evaluate_policy(), or leave use_vllm unset."
-            )
+        check_adapter(model, name, use_vllm=self.use_vllm)
         before, self._adapter = self._adapter, name
         try:
             with running(model, name):
@@ -754,12 +716,7 @@ class MultiTurnTrainer(_Trainer):
             )
 
     def update_reference(self) -> None:
-        """Make the current policy the reference. Batches that were scored before keep the earlier reference.
-
-        Raises:
-            ValueError: If there is no reference (``beta=0``), or it is the frozen base model (LoRA without
-                ``reference_adapter``), or there is no environment.
-        """
+        """Make the current policy the reference. Batches that were scored before keep the earlier reference."""
         if self.engine is None:
             raise ValueError("update_reference() moves the reference of a run with an environment; pass `environment`.")
         self.reference.update()
@@ -770,7 +727,7 @@ class MultiTurnTrainer(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
-        with self.checkpoints.saving(run, state_of(self, self._step, self._buffered_inputs)) as building:
+        with self.checkpoints.saving(run, construction.state_of(self, self._step, self._buffered_inputs)) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
         if self.args.push_to_hub:
@@ -783,10 +740,7 @@ class MultiTurnTrainer(_Trainer):
         return super()._get_output_dir(trial) if building is None else str(building)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card.
-
-        With ``push_to_hub=True`` it is pushed too; where the Hub cannot be reached, one warning says how to do so later.
-        """
+        """Save the model as ``Trainer`` does, a record of its origin (``agile_trainers.json``) and a card; maybe push it."""
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             self.checkpoints.describe(folder)

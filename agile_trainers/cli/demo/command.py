@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Set before torch is imported: on tiny tensors, a second thread makes training slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -132,9 +133,9 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def scripted_score(name: str, policy: ScriptedPolicy, trainer: MultiTurnGRPOTrainer, episodes: int) -> DemoScore:
-    """Let a scripted policy answer in place of the model, within the trainer's limits."""
-    tokenizer, options = trainer.processing_class, EpisodeOptions.of_args(trainer.args)
+def scripted_score(name: str, policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes: int) -> DemoScore:
+    """Let a scripted policy answer in place of the model, within the limits of training."""
+    options = EpisodeOptions.of_args(args)
 
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
         return build_engine(options, options.make_pool(factory), tokenizer)
@@ -146,9 +147,8 @@ def scripted_score(name: str, policy: ScriptedPolicy, trainer: MultiTurnGRPOTrai
     )
 
 
-def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> DemoScore:
+def model_score(name: str, metrics: Mapping[str, float]) -> DemoScore:
     """Return the score of the model with sampling."""
-    metrics = trainer.evaluate()
     return DemoScore(name, metrics["eval_success"], metrics["eval_return"])
 
 
@@ -182,13 +182,17 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
 
     trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
     scores = {
-        "random": scripted_score("random play", random_policy, trainer, budget.eval_episodes),
-        "sft": model_score("after SFT", trainer),
+        "random": scripted_score(
+            "random play", random_policy, trainer.processing_class, trainer.args, budget.eval_episodes
+        ),
+        "sft": model_score("after SFT", trainer.evaluate()),
     }
     with showing(trainer.callback_handler, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
-    scores["rl"] = model_score("after RL", trainer)
-    scores["optimal"] = scripted_score("optimal play", halving_policy, trainer, budget.eval_episodes)
+    scores["rl"] = model_score("after RL", trainer.evaluate())
+    scores["optimal"] = scripted_score(
+        "optimal play", halving_policy, trainer.processing_class, trainer.args, budget.eval_episodes
+    )
 
     for key in ("random", "optimal"):
         of = scores[key]

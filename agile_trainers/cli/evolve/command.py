@@ -102,7 +102,7 @@ def run_plan(
     def on_trainer(trainer: Any, member: int) -> None:
         trainer.add_callback(Started())
         if table:
-            progress.watch(trainer, member)
+            progress.watch(trainer.callback_handler, member)
         else:
             use_dicts(trainer.callback_handler)
 

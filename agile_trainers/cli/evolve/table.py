@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from agile_trainers.monitor.progress import BAR
 from agile_trainers.monitor.table_rows import clock
@@ -31,11 +32,11 @@ class MemberProgress:
         self.bar = Progress(*BAR, console=console, transient=True, disable=not console.is_terminal)
         """A context manager that shows the bar while the population runs."""
 
-    def watch(self, trainer: Any, member: int) -> None:
-        """Show the steps of a member's trainer in the bar instead of its own output."""
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Steps(self.bar, f"member {member}"))
+    def watch(self, callbacks: CallbackHandler, member: int) -> None:
+        """Show the steps of a member in the bar instead of its trainer's own output."""
+        callbacks.remove_callback(ProgressCallback)
+        callbacks.remove_callback(PrinterCallback)
+        callbacks.add_callback(_Steps(self.bar, f"member {member}"))
 
     def show(self, done: Round) -> None:
         """Print the table of a round, and the reasons of what was decided."""
