@@ -99,7 +99,7 @@ def _shared() -> Iterator[str]:
     for path in set(_SHARED.glob("*")) - _shared_before:
         try:
             # Semaphores of multiprocessing do not say whose they are: a killed program beside the tests leaves the same.
-            # Workers of a vLLM server leave theirs when it ends, and the ranks of an engine on CPUs what they exchange through.
+            # Workers of a vLLM server leave theirs when it ends, and ranks of an engine on CPUs their exchange.
             if path.lstat().st_uid == os.getuid() and not path.name.startswith(("sem.mp-", "vllm_dist_", "-tp:")):
                 yield str(path)
         except FileNotFoundError:
