@@ -104,6 +104,9 @@ docs: $(VENV)/.installed-dev  ## the documentation site, in site/; strict: a bro
 docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from the fields of the configurations
 	$(RUN) docs/option_tables.py
 
+panels: $(VENV)/.installed  ## write the hashes of the shipped panels anew, after a change of a ready task
+	$(RUN) tests/shipped_panels.py
+
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time; SINCE=main: what changed since; RESUME=1: go on
 	$(RUN) tests/mutations.py --results benchmarks/results/mutations.jsonl $(addprefix --since ,$(SINCE)) $(if $(RESUME),--resume)
 
