@@ -1,4 +1,4 @@
-"""Panels: what is played is what was named, and results are compared as pairs from their files, or refused with the reason."""
+"""Panels: what is played is what was named; results are compared as pairs from their files, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ class Wrapped:
 """
 
 
+class Lengths:
+    """Six games, in each of which answers of even or of odd length win."""
+
+    return_range = (0.0, 1.0)
+
+    def __init__(self, level: str = "normal"):
+        self.level = level
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.game = (seed or 0) % 6
+        return f"{self.level} {self.game}", {}
+
+    def step(self, action: str) -> Any:
+        won = (len(action) + self.game) % 2 == 0
+        return "", float(won), True, False, {"success": won}
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Write the module of an environment and its helper, as changed."""
@@ -77,7 +94,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> di
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(base, lora).save_pretrained(folder / "adapter")
     for name, count in {"panel": 24, "short": 6}.items():
-        made = ["panel", "make", "agile:guess_number", "--episodes", count, "--output", folder / f"{name}.json"]
+        made = ["panel", "make", f"{__name__}:Lengths", "--episodes", count, "--output", folder / f"{name}.json"]
         assert run(*made, "--environment_args", '{"level": "easy"}') == 0
     results = {"folder": folder, "panel": folder / "panel.json", "short": folder / "short.json"}
     for name, model, options in [
@@ -86,7 +103,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> di
         ("two turns", embedded_model, ["--panel", results["panel"], "--max_turns", "2", "--temperature", "0.5"]),
         ("attempts", embedded_model, ["--panel", results["panel"], "--attempts", "2"]),
         ("other panel", embedded_model, ["--panel", results["short"]]),
-        ("no panel", embedded_model, ["--environment", "agile:guess_number", "--episodes", "2"]),
+        ("no panel", embedded_model, ["--environment", f"{__name__}:Lengths", "--episodes", "2"]),
     ]:
         out, card = folder / name, [] if name == "adapter" else ["--no_card"]
         assert run("eval", model, *LIMITS, *options, *card, "--output_dir", out / "eval") == 0
@@ -259,7 +276,7 @@ def test_an_environment_that_changed_is_refused(module: Any, monkeypatch: pytest
     assert panel.repeats == ["observation", "first step"] and panel.different_starts == 5
     check(panel)
     module(SOURCE.replace("> self.seed % 3", ">= self.seed % 3"))
-    with pytest.raises(ValueError, match="source of panel_env was '[0-9a-f]{32}', and is"):
+    with pytest.raises(ValueError, match=r"source of panel_env was '[0-9a-f]{32}', and is"):
         check(panel)
     module(SOURCE.replace("class Wrapped", "class Other"))
     with pytest.raises(ValueError, match="panel_env"):
@@ -313,7 +330,7 @@ def test_a_shipped_panel_of_another_version_is_refused(tmp_path: Path, monkeypat
     (tmp_path / "panels.json").write_text(json.dumps(changed))
     monkeypatch.setattr("agile_trainers.evaluation.panels.SHIPPED", tmp_path / "panels.json")
     with pytest.raises(
-        ValueError, match="agile:courier is of another version: source of agile_trainers.envs.task was '000"
+        ValueError, match=r"agile:courier is of another version: source of agile_trainers\.envs\.task was '000"
     ):
         read_panel("agile:courier")
     with pytest.raises(ValueError, match="there is no such file"):

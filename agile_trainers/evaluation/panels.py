@@ -347,7 +347,7 @@ def read_results(path: Path) -> PanelResults:
         ValueError: If the file is none, was edited, or has other episodes than those of its panel.
     """
     content = read_json(path)
-    if not content.get("panel"):
+    if not isinstance(content.get("panel"), dict):
         raise ValueError(f"{path} is no result on a panel. Play one: `agile-trainers eval MODEL --panel FILE`.")
     if content.get("digest") != sealed(content)["digest"]:
         raise ValueError(
