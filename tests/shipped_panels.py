@@ -6,7 +6,7 @@ from typing import Any
 
 from agile_environments import TASKS
 from agile_trainers.adapters.folders import write_json
-from agile_trainers.evaluation.panels import SHIPPED, SHIPPED_EPISODES, compact, make_panel
+from agile_trainers.evaluation.panels import SHIPPED, SHIPPED_EPISODES, make_panel
 
 OF_QUESTIONS = ("calculator", "countdown", "math", "search_qa")
 """Tasks with a split for tests."""
@@ -16,7 +16,10 @@ def shipped() -> dict[str, Any]:
     """The content of the file."""
     arguments = {name: {"split": "test"} if name in OF_QUESTIONS else {} for name in TASKS}
     return {
-        f"agile:{name}": compact(make_panel(f"agile:{name}", SHIPPED_EPISODES, arguments=given))
+        f"agile:{name}": {
+            "arguments": given,
+            "panel": make_panel(f"agile:{name}", SHIPPED_EPISODES, arguments=given).hash,
+        }
         for name, given in arguments.items()
     }
 

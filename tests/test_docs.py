@@ -362,7 +362,7 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     elif "--compare" in arguments:  # tests/test_cli_panels.py does
         make_parser().parse_args(arguments[1:])
     elif "--panel" in arguments:
-        assert main.main("panel make agile:guess_number --episodes 3 --output panel.json".split()) == 0
+        assert main.main(["panel", "make", "agile:guess_number", "--episodes", "3", "--output", "panel.json"]) == 0
         given = [re.sub("runs/demo/.*", "model", one) for one in arguments]
         assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "eval":

@@ -30,7 +30,7 @@ from agile_trainers.types import StopReason
 
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("panels.json")
-"""Environment's id to the hash, versions and starts of its panel of ``SHIPPED_EPISODES`` with seed 42; the rest follows."""
+"""Ready task to arguments and hash of its panel of ``SHIPPED_EPISODES``, from which the panel follows."""
 SHIPPED_EPISODES = 200
 _PARTS = ("observation", "information", "first step")
 _OURS = ("agile_trainers", "agile_environments")
@@ -55,7 +55,7 @@ class EpisodePanel:
     arguments: dict[str, Any]
     """Its arguments."""
     version: dict[str, str]
-    """``class`` to its name; each module of its code to the hash of the source; each distribution to its version."""
+    """``class`` to its name, ``source of MODULE`` to its hash and ``version of DISTRIBUTION`` to it."""
     seed: int
     """From which :attr:`seeds` follow."""
     seeds: list[int]
@@ -131,29 +131,25 @@ def make_panel(
 
 
 def read_panel(source: str) -> EpisodePanel:
-    """Read a panel's file, or derive a shipped panel by the id of its environment.
+    """Read a panel's file, or make a shipped panel by the id of its environment.
 
     Raises:
-        ValueError: If there is no such panel, the file was edited, or a shipped panel is of another version.
+        ValueError: If there is no such panel, the file was edited, or the ready task is not that of the release.
     """
     shipped = read_json(SHIPPED)
-    if source not in shipped:
-        if not Path(source).is_file():
-            raise ValueError(f"--panel {source}: there is no such file. `agile-trainers panel make ENVIRONMENT` writes one; "
-                             f"{', '.join(shipped)} are shipped.")  # fmt: skip
-        return panel_of(read_json(Path(source)), source)
-    panel = make_panel(source, SHIPPED_EPISODES, arguments=shipped[source]["arguments"])
-    for name, value in compact(panel).items():
-        if value != shipped[source][name] and name != "panel":
-            raise ValueError(f"The panel {source} is of another version: {_difference(name, shipped[source][name], value)}. "
-                             "Play it with the release that its results are of, or make a panel of your own.")  # fmt: skip
-    return panel
-
-
-def compact(panel: EpisodePanel) -> dict[str, Any]:
-    """Return what is shipped of a panel: with seed and number of episodes, all else follows."""
-    kept = {name: getattr(panel, name) for name in ("arguments", "version", "repeats")}
-    return {**kept, "starts": _hash(panel.starts), "panel": panel.hash}
+    if source in shipped:
+        panel = make_panel(source, SHIPPED_EPISODES, arguments=shipped[source]["arguments"])
+        if panel.hash != shipped[source]["panel"]:
+            raise ValueError(
+                f"{source} is not the task of this release: its panel has the hash {panel.hash}, not "
+                f"{shipped[source]['panel']}. Install the release anew, or make a panel of your own."
+            )
+        return panel
+    if not Path(source).is_file():
+        raise ValueError(
+            f"--panel {source}: no such file. `agile-trainers panel make` writes one; shipped: {', '.join(shipped)}."
+        )
+    return panel_of(read_json(Path(source)), source)
 
 
 def panel_of(content: Mapping[str, Any], source: str) -> EpisodePanel:
@@ -193,9 +189,12 @@ def check_panel(panel: EpisodePanel, factory: EnvironmentFactory, rows: Sequence
         ValueError: If version, rows or starts differ; the message names the first difference.
     """
     version = _version(panel.environment, factory)
-    if version != panel.version:
-        raise ValueError(f"The environment is not the panel's: {_difference('version', panel.version, version)}. Install "
-                         "that version, or make a panel of this one.")  # fmt: skip
+    for name in [*panel.version, *version]:
+        if (before := panel.version.get(name)) != (now := version.get(name)):
+            raise ValueError(
+                f"The environment is not the panel's: the {name} was {before!r}, and is {now!r}. Install the panel's, or "
+                "make a panel of this one."
+            )
     if (rows is None) != (panel.rows is None):
         raise ValueError(f"The panel has {'rows' if rows is None else 'no rows'}: {'give' if rows is None else 'leave out'} "
                          "--dataset_name.")  # fmt: skip
@@ -266,13 +265,13 @@ def _version(environment: str, factory: EnvironmentFactory) -> dict[str, str]:
     library = LIBRARIES.get(environment.partition(":")[0])
     tops = {name.partition(".")[0] for name in [*modules, *(library.packages if library else ())]} - {*_OURS}
     for name in sorted({found for top in tops for found in _distributions().get(top, [])}):
-        version[name] = importlib.metadata.version(name)
+        version[f"version of {name}"] = importlib.metadata.version(name)
     for name in sorted(modules):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None:
             raise ValueError(f"{environment}: the source of {name} cannot be read, so that a panel cannot name its version. "
                              "Put the class into a file of its own.")  # fmt: skip
-        version[name] = sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:32]
+        version[f"source of {name}"] = sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:32]
     return version
 
 
@@ -291,16 +290,6 @@ def _classes(made: Any) -> Iterator[type]:
             yield from (kind for kind in type(one).__mro__ if kind.__module__ != "builtins")
             held = list(getattr(one, "__dict__", {}).values())
             waiting += [each for each in held if hasattr(each, "reset") and hasattr(each, "step")]
-
-
-def _difference(name: str, before: Any, now: Any) -> str:
-    """Say what differs between a part of a panel and that of now."""
-    if not isinstance(before, Mapping):
-        return f"{name} was {before!r}, and is {now!r}"
-    place = next(key for key in [*before, *now] if before.get(key) != now.get(key))
-    kind = "class" if place == "class" else "source of" if len(str(before.get(place, ""))) == 32 else "version of"
-    shown = "" if kind == "class" else f" {place}"
-    return f"{kind}{shown} was {before.get(place)!r}, and is {now.get(place)!r}"
 
 
 def _first(found: Sequence[Any], expected: Sequence[Any]) -> int | None:
