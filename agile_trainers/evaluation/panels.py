@@ -57,7 +57,7 @@ class EpisodePanel:
     version: dict[str, str]
     """``class`` to its name, ``source of MODULE`` to its hash and ``version of DISTRIBUTION`` to it."""
     seed: int
-    """From which :attr:`seeds` follow."""
+    """Seed from which :attr:`seeds` follow."""
     seeds: list[int]
     """Seed of the environment in each episode."""
     rows: list[str] | None
@@ -67,7 +67,7 @@ class EpisodePanel:
     repeats: list[str]
     """Parts of the start that are hashed: those that were the same when each episode was begun again."""
     dataset: dict[str, Any] | None = None
-    """Where the rows were read; no part of :attr:`hash`, since their content is."""
+    """Name, configuration and split of the data set; no part of :attr:`hash`, since the content of the rows is."""
 
     @property
     def hash(self) -> str:
@@ -102,7 +102,7 @@ def make_panel(
         seed: Seed from which those of the episodes follow.
         arguments: The environment's.
         rows: Rows for ``reset``, in order, again and again.
-        dataset: Where they were read.
+        dataset: Name, configuration and split of the data set that they were read from.
 
     Raises:
         ValueError: If the environment cannot be made or read, its arguments look like a secret, or a seed starts otherwise
@@ -311,7 +311,7 @@ class PanelResults:
     policy: str
     panel: EpisodePanel
     settings: dict[str, Any]
-    """What they were played with."""
+    """Limits, sampling settings and versions of the evaluation."""
     results: EpisodeResults
     """Their rows and starts; the trajectories are not in the file."""
 
