@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agile_trainers.adapters.folders import write_json
-from agile_trainers.cli.eval.command import at_least_one, read_rows
+from agile_trainers.cli.eval.command import dataset_rows, positive_int
 from agile_trainers.cli.preflight import json_object
 from agile_trainers.evaluation.panels import make_panel
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("action", choices=("make",), help="make: write a panel")
     parser.add_argument("environment", metavar="ENVIRONMENT", help="id of the environment")
     parser.add_argument(
-        "--episodes", type=at_least_one, metavar="N", help="episodes (default: one for each row, else 200)"
+        "--episodes", type=positive_int, metavar="N", help="episodes (default: one for each row, else 200)"
     )
     parser.add_argument(
         "--seed", type=int, default=42, help="seed from which those of the episodes follow (default: 42)"
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if options.output.exists():
         raise ValueError(f"--output {options.output} is there already. Choose another name, or remove it.")
-    rows = read_rows(options)
+    rows = dataset_rows(options)
     names = ("dataset_name", "dataset_config", "dataset_test_split")
     panel = make_panel(
         options.environment,

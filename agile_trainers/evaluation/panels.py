@@ -33,7 +33,8 @@ SHIPPED = Path(__file__).with_name("panels.json")
 """Ready task to arguments and hash of its panel of ``SHIPPED_EPISODES``, from which the panel follows."""
 SHIPPED_EPISODES = 200
 _PARTS = ("observation", "information", "first step")
-_OURS = ("agile_trainers", "agile_environments")
+_OURS = "agile_"
+"""Beginning of the names of our packages, whose version is no part of a panel: the source of a task is."""
 _WHERE = ("environment_workers", "environment_processes", "max_environments", "training_chat_template")
 SETTINGS = (
     "attempts",
@@ -263,8 +264,9 @@ def _version(environment: str, factory: EnvironmentFactory) -> dict[str, str]:
         close()
     version = {"class": f"{named.__module__}:{named.__qualname__}"}
     library = LIBRARIES.get(environment.partition(":")[0])
-    tops = {name.partition(".")[0] for name in [*modules, *(library.packages if library else ())]} - {*_OURS}
-    for name in sorted({found for top in tops for found in _distributions().get(top, [])}):
+    tops = {name.partition(".")[0] for name in [*modules, *(library.packages if library else ())]}
+    theirs = [top for top in tops if not top.startswith(_OURS)]
+    for name in sorted({found for top in theirs for found in _distributions().get(top, [])}):
         version[f"version of {name}"] = importlib.metadata.version(name)
     for name in sorted(modules):
         file = getattr(sys.modules.get(name), "__file__", None)

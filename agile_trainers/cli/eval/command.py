@@ -92,9 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
         "agent:module.path:function")  # fmt: skip
     add("--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment; of several, "
         "those of each by its id")  # fmt: skip
-    add("--episodes", type=at_least_one, metavar="N", help="episodes in each environment, with the same seeds for all "
+    add("--episodes", type=positive_int, metavar="N", help="episodes in each environment, with the same seeds for all "
         f"policies (default: one for each row of --dataset_name, else {_EPISODES})")  # fmt: skip
-    add("--attempts", type=at_least_one, default=1, metavar="K", help="times that each episode is played, for pass@k "
+    add("--attempts", type=positive_int, default=1, metavar="K", help="times that each episode is played, for pass@k "
         "(default: 1)")  # fmt: skip
     add("--greedy", action="store_true", help="take the likeliest token instead of sampling")
     add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42), of "
@@ -126,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
     loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository, and "
                          "of metrics that are named on the Hub")  # fmt: skip
-    loading.add_argument("--generation_chunk_size", type=at_least_one, metavar="N", help="episodes that are decoded at once "
+    loading.add_argument("--generation_chunk_size", type=positive_int, metavar="N", help="episodes that are decoded at once "
                          "(default: all, with vLLM 256)")  # fmt: skip
     engine = parser.add_argument_group("sampling with vLLM instead of transformers")
     engine.add_argument("--use_vllm", action="store_true", help="sample with vLLM, which loads the base model and serves "
@@ -372,7 +372,7 @@ def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
             raise ValueError(f"{option} is by id of the environment ({', '.join(ids)}), got {unknown[0]!r}.")
     names = [one.name for one in fields(EpisodeOptions)]
     episode = EpisodeOptions(**{name: getattr(options, name) for name in names})
-    rows = read_rows(options)
+    rows = dataset_rows(options)
     tasks = []
     for name in ids:
         own = rows if rows is None or len(ids) == 1 else _rows_of(name, rows)
@@ -392,7 +392,7 @@ def _rows_of(environment: str, rows: Sequence[dict[str, Any]]) -> list[dict[str,
     return [{column: value for column, value in row.items() if column != COLUMN} for row in own]
 
 
-def read_rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
+def dataset_rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
     """Read the rows that ``--dataset_name``, ``--dataset_config`` and ``--dataset_test_split`` name; None without a name.
 
     Raises:
@@ -539,7 +539,7 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda it: it.tolist() if hasattr(it, "tolist") else str(it)))
 
 
-def at_least_one(text: str) -> int:
+def positive_int(text: str) -> int:
     """Read the value of an option that takes a whole number of at least 1; a ``type`` of ``argparse``.
 
     Raises:
