@@ -57,6 +57,7 @@ ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 PATHS = "tests/objectives/test_forest_enumeration.py"
 MIXTURE = "tests/trainers/test_mixture.py"
+PANELS = "tests/test_cli_panels.py"
 TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
@@ -2361,6 +2362,42 @@ MUTATIONS = [
     Mutation(
         "reset gets the column that names the environment", "rollout/mixture.py",
         "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
+    ),
+    Mutation(
+        "results of two panels are compared", "evaluation/panels.py",
+        "if first.panel.hash != other.panel.hash:", "if False:", f"{PANELS} -k not_comparable",
+    ),
+    Mutation(
+        "results on a panel are compared however they were played", "evaluation/panels.py",
+        "found = differing(SETTINGS)", "found = differing(())", f"{PANELS} -k not_comparable",
+    ),
+    Mutation(
+        "episodes of a panel's results may be repeated or reordered", "evaluation/panels.py",
+        "if (place := _first(keys, expected)) is not None:", "if False:", f"{PANELS} -k results_edited",
+    ),
+    Mutation(
+        "a success is changed by hand in a panel's results", "evaluation/panels.py",
+        'if content.get("digest") != sealed(content)["digest"]:', "if False:", f"{PANELS} -k changed_by_hand",
+    ),
+    Mutation(
+        "seeds of a panel are chosen", "evaluation/panels.py",
+        "if (place := _first(panel.seeds, derived)) is not None:", "if False:", f"{PANELS} -k panel_edited",
+    ),
+    Mutation(
+        "an environment of a panel starts otherwise", "evaluation/panels.py",
+        "if (place := _first(starts, panel.starts)) is not None:", "if False:", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "the environment that another one wraps is no part of its version", "evaluation/panels.py",
+        "(function, named, *_classes(made))", "(function, named)", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "a panel of an environment that ignores its seed", "evaluation/panels.py",
+        "if _PARTS[0] not in repeats:", "if False:", f"{PANELS} -k without_fixed",
+    ),
+    Mutation(
+        "rows of a panel are in another order", "evaluation/panels.py",
+        "(place := _first(hashes, panel.rows)) is not None:", "False:", f"{PANELS} -k rows_of",
     ),
     Mutation(
         "greedy evaluation samples", "evaluation/policy.py",

@@ -338,15 +338,15 @@ def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
     return EpisodeStart(
         environment=trajectory.environment_name,
         seed=seed,
-        row=None if trajectory.options is None else _digest(trajectory.options, seed),
-        prompt=_digest(trajectory.prompt_ids, seed),
-        information=_digest(trajectory.reset_info, seed),
-        played=_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
-        outcome=_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
+        row=None if trajectory.options is None else content_digest(trajectory.options, seed),
+        prompt=content_digest(trajectory.prompt_ids, seed),
+        information=content_digest(trajectory.reset_info, seed),
+        played=content_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
+        outcome=content_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
     )
 
 
-def _digest(value: Any, seed: int) -> str:
+def content_digest(value: Any, seed: int) -> str:
     """Hash a value of the user's or the environment's; one that cannot be written as text is told by its seed."""
     try:
         text = json.dumps(value, sort_keys=True, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,17 @@ from rich.table import Table
 from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.checkpoints.model_card import result
 from agile_trainers.envs.registry import describe_environment
-from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
+from agile_trainers.evaluation import (
+    Comparison,
+    EpisodeResults,
+    Estimate,
+    PolicySummary,
+    compare_policies,
+    summarize_policy,
+)
+from agile_trainers.evaluation.comparison import Measure
+from agile_trainers.evaluation.panels import check_comparable, outcomes, read_results
+from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import matplotlib_apart
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -73,10 +84,15 @@ class EnvironmentReport:
         refusals = dict.fromkeys(one.refusal for one in means if one is not None and one.refusal)
         return said + [f"No interval of the return: {reason}" for reason in refusals]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
-        policies = [
+    def to_dict(self, with_outcomes: bool = False) -> dict[str, Any]:
+        """Return the report as JSON-ready data.
+
+        Args:
+            with_outcomes: Whether it holds the outcome of each episode.
+        """
+        policies: list[dict[str, Any]] = [
             {"policy": one.policy, **one.summary.to_dict(), "metrics": one.metrics, "records": one.records}
+            | ({"outcomes": outcomes(one.results)} if with_outcomes else {})
             for one in self.played
         ]
         pairs = zip(self.comparisons, self.played[1:], self.sentences())
@@ -88,6 +104,40 @@ class EnvironmentReport:
 def _first_error(results: EpisodeResults) -> str:
     error = next((one.error for one in results.trajectories if one.error is not None), None)
     return "" if error is None else f"The first error: {error}"
+
+
+def compare_files(files: Sequence[Path], allowed: Sequence[str], measure: Measure | None, as_json: bool) -> None:
+    """Compare the first policy of a file with those of other files, and print the report.
+
+    Args:
+        files: ``results.json`` of ``eval --panel``.
+        allowed: Names of settings that may differ.
+        measure: Of the comparison; None: success where it is reported.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ValueError: If there is one file only, or two results are not comparable.
+    """
+    if len(files) < 2:
+        raise ValueError(f"--compare needs at least two files of results, got {len(files)}.")
+    first, *others = read = [read_results(path) for path in files]
+    notes = [note for other in others for note in check_comparable(first, other, allowed)]
+    names = [one.policy for one in read]
+    counted = reported_together([one.results for one in read])
+    played = [
+        Played(name if names.count(name) == 1 else f"{name} ({path})", summarize_policy(results), results, {}, None)
+        for name, path, results in zip(names, files, counted)
+    ]
+    report = EnvironmentReport(first.panel.environment, played, compare_policies(*counted, measure=measure))
+    if as_json:
+        print(json.dumps({"panel": first.panel.hash, "differences": notes, **report.to_dict()}, indent=2))
+        return
+    console = Console()
+    show(console, report)
+    starts = first.panel.different_starts
+    told = f"Panel {first.panel.hash}" + ("." if starts is None else f", of {starts} different starts.")
+    for note in [*notes, told]:
+        console.print(escape(note), highlight=False, soft_wrap=True)
 
 
 def show(console: Console, report: EnvironmentReport) -> None:
