@@ -11,7 +11,7 @@ from pathlib import Path
 from agile_trainers.cli.errors import printable
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
-from agile_trainers.viewer.population import with_members
+from agile_trainers.viewer.parts import with_members
 from agile_trainers.viewer.server import LiveRuns, Server
 
 _ABOUT = (

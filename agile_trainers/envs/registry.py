@@ -25,8 +25,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from agile_trainers.envs.agent import Agent
-from agile_trainers.envs.agent_command import CommandAgent
+from agile_trainers.envs.agent import Agent, CommandAgent
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest

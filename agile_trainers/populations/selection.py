@@ -10,8 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agile_trainers.evaluation.failures import failed_value
-from agile_trainers.evaluation.statistics import standard_error
+from agile_trainers.evaluation.statistics import failed_value, standard_error
 from agile_trainers.populations.hyperparameters import SearchSpace, Values
 
 TIE = 2.0

@@ -20,8 +20,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from agile_trainers.envs.agent import Agent, Model, Task
-from agile_trainers.envs.agent_command import _STARTING, Finished
+from agile_trainers.envs.agent import _STARTING, Agent, Finished, Model, Task
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.process_tree import Excerpt
 
@@ -391,7 +390,7 @@ def test_programs_are_started_outside_the_event_loop(monkeypatch: pytest.MonkeyP
             started.append(threading.current_thread() is threading.main_thread() or not _STARTING.locked())
             super().__init__(*given, **named)
 
-    monkeypatch.setattr("agile_trainers.envs.agent_command.subprocess.Popen", Watched)
+    monkeypatch.setattr("agile_trainers.envs.agent.subprocess.Popen", Watched)
     played("true")
     assert started == [False]
 

@@ -13,9 +13,15 @@ import trl
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
 from agile_trainers.envs.tools.calculator import calculate
-from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
 from agile_trainers.envs.tools.environment import ToolEnvironment
-from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
+from agile_trainers.envs.tools.toolbox import (
+    MalformedCall,
+    Toolbox,
+    ToolCall,
+    argument_error,
+    describe_tools,
+    parse_tool_calls,
+)
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from agile_trainers.evaluation.failures import difference_bounds, failure_refusal
+from agile_trainers.evaluation.statistics import difference_bounds, failure_refusal
 
 
 def with_failures(first: int, second: int, of: int, both: int = 0) -> tuple[list[float | None], list[float | None]]:

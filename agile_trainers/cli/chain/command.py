@@ -26,8 +26,15 @@ from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
-from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, read_form, write_json
-from agile_trainers.adapters.forms import Fields, Name
+from agile_trainers.adapters.folders import (
+    RECORD,
+    CheckpointError,
+    Fields,
+    Name,
+    naming_full_disk,
+    read_form,
+    write_json,
+)
 from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
@@ -44,8 +51,7 @@ from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_compl
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.cli.chain.keys import EVOLVE
-from agile_trainers.cli.chain.rows import check_rows, supervised_rows
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, read_pipeline
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, check_rows, read_pipeline, supervised_rows
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows

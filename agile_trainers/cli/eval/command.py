@@ -44,8 +44,8 @@ from agile_trainers.evaluation import (
     summarize_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
-from agile_trainers.evaluation.loading import load_model, recorded_settings
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.evaluation.policy import load_model, recorded_settings
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.progress import BAR

@@ -11,14 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
-from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, parse_tool_calls
 from agile_trainers.envs.tools.toolbox import (
     CallFormat,
+    MalformedCall,
     Toolbox,
+    ToolCall,
     as_observation,
     count_failed,
     describe_tools,
     dropping_results,
+    parse_tool_calls,
 )
 from agile_trainers.types import Message
 
