@@ -234,9 +234,9 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
 
 def _tasks() -> dict[str, str]:
     from agile_environments import TASKS
-    from agile_trainers.envs.probes import PROBES
+    from agile_environments.probes import PROBES
 
-    probes = {f"probe/{name}": f"{__package__}.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
+    probes = {f"probe/{name}": f"agile_environments.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
     return {**TASKS, **probes}
 
 

@@ -75,8 +75,15 @@ from agile_trainers.populations.members import (
     lowest_fitness,
 )
 from agile_trainers.populations.processes import Processes, check_alone
-from agile_trainers.populations.schedule import Schedule
-from agile_trainers.populations.selection import Score, Strategy, Successor, ranked, strategy_of, with_failures
+from agile_trainers.populations.selection import (
+    Schedule,
+    Score,
+    Strategy,
+    Successor,
+    ranked,
+    strategy_of,
+    with_failures,
+)
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm

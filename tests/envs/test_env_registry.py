@@ -15,10 +15,10 @@ from installed import skip_without_libraries
 
 from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
+from agile_environments.probes import PROBES, TwoInputs
 from agile_trainers.envs import list_environments, make_environment_factory, register_environment, registry
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of, is_agent
 from agile_trainers.envs.libraries import gem
-from agile_trainers.envs.probes import PROBES, TwoInputs
 from agile_trainers.envs.registry import describe_environment
 
 
@@ -44,7 +44,7 @@ def test_ids_make_what_they_name() -> None:
     game = make_environment_factory("agile:guess_number", level="hard", max_turns=7)()
     assert isinstance(game, GuessNumber) and (game.high, game.max_turns) == (24, 7)
     assert isinstance(make_environment_factory("agile:probe/two_inputs")(), TwoInputs)
-    dotted = make_environment_factory("agile_trainers.envs.probes:TwoInputs")
+    dotted = make_environment_factory("agile_environments.probes:TwoInputs")
     assert dotted.func is TwoInputs
 
 
@@ -105,8 +105,8 @@ def test_a_module_that_fails_to_import_says_where(code: str, tmp_path: Path, mon
 
 
 def test_a_missing_attribute_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"agile_trainers.envs.probes.*'TwoInput'.*TwoInputs"):
-        make_environment_factory("agile_trainers.envs.probes:TwoInput")
+    with pytest.raises(ValueError, match=r"agile_environments.probes.*'TwoInput'.*TwoInputs"):
+        make_environment_factory("agile_environments.probes:TwoInput")
 
 
 def test_a_module_whose_own_import_fails_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

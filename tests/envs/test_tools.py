@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trl
 
+from agile_environments.calculator import calculate
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
-from agile_trainers.envs.tools.calculator import calculate
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.envs.tools.toolbox import (
     MalformedCall,
