@@ -441,10 +441,6 @@ MUTATIONS = [
         "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
     ),
     Mutation(
-        "a busy search server is not asked again", "envs/tools/search.py",
-        "return error.code == 429 or error.code >= 500", "return False", "tests/envs/test_search.py -k back_off",
-    ),
-    Mutation(
         "records appear before they are complete", "records/plain.py",
         "partial = path.with_name(path.name + PARTIAL)", "partial = path",
         f"{RECORDS}::test_a_run_killed_in_mid_write_leaves_readable_records",

@@ -38,7 +38,7 @@ IMPORTING = ("import_module", "__import__", "resolve_name")
 """Functions that import by a name."""
 IMPORTS_WHAT_IT_IS_TOLD = {
     "imports.py", "cli/run_files.py", "cli/environments.py", "envs/context.py", "envs/libraries/gem.py",
-    "envs/libraries/gymnasium.py", "envs/libraries/textarena.py", "envs/libraries/trl_tools.py",
+    "envs/libraries/gymnasium.py", "envs/libraries/textarena.py",
     "envs/libraries/__init__.py",
 }  # fmt: skip
 """Files that import by a name from elsewhere: of the user, of a ready task, or of the library that the file adapts."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -129,17 +128,12 @@ def check_mergeable(model: nn.Module) -> None:
     """Reject a policy that :func:`merged_adapter` leaves as it is.
 
     Raises:
-        ValueError: If it has no adapter, or its base is quantized, or no layer is a plain LoRA layer.
+        ValueError: If no layer is a plain LoRA layer on weights that are not quantized.
     """
-    fix = "Leave merge_adapter_in_rollout unset."
-    if not isinstance(model, PeftModel):
-        raise ValueError(f"merge_adapter_in_rollout=True has no effect on a model that is trained whole. {fix}")
-    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
-        raise ValueError(f"merge_adapter_in_rollout=True would add the adapter to rounded, quantized weights. {fix}")
     if not any(isinstance(layer, FusedLinear) and layer.plain_adapter is not None for layer in model.modules()):
-        kinds = ", ".join(sorted({str(config.peft_type.value) for config in model.peft_config.values()}))
         raise ValueError(
-            f"merge_adapter_in_rollout=True needs plain LoRA layers, and the adapter ({kinds}) has none. {fix}"
+            "merge_adapter_in_rollout=True has no effect on this policy: no layer of it is a plain LoRA layer on whole, "
+            "unquantized weights. Leave it unset."
         )
 
 

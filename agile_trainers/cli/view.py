@@ -52,12 +52,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.megabytes <= 0:
-        parser.error(f"--megabytes must be positive, got {options.megabytes:g}")
     if options.serve and options.output is not None:
         parser.error("--output has no effect with --serve, which writes no file: leave one of them out")
-    if not options.serve and options.port:
-        parser.error(f"--port {options.port} has no effect without --serve: add it, or leave --port out")
     return _serve(options) if options.serve else _write(options)
 
 

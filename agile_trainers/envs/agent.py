@@ -174,11 +174,8 @@ class Agent:
         _check_call(solve)
         if inspect.isgeneratorfunction(solve) or inspect.isasyncgenfunction(solve):
             raise ValueError(f"An agent returns its reward, but {solve!r} yields. Return it.")
-        if isinstance(not_enforced, str) or (unknown := sorted(set(not_enforced) - set(NOT_ENFORCED))):
-            raise ValueError(
-                f"not_enforced={not_enforced!r} has {unknown if not isinstance(not_enforced, str) else 'a text'}; expected "
-                f"a collection of {', '.join(NOT_ENFORCED)}."
-            )
+        if unknown := sorted(set(not_enforced) - set(NOT_ENFORCED)):
+            raise ValueError(f"not_enforced has {unknown}; expected a collection of {', '.join(NOT_ENFORCED)}.")
         self.solve = solve
         self.not_enforced = frozenset(not_enforced)
         self.models = dict(models or {})
@@ -228,7 +225,7 @@ class Agent:
             models: As of :class:`Agent`.
 
         Raises:
-            ValueError: If the program is not found, a variable of ``env`` is not set, or an argument is out of range.
+            ValueError: If the program or a file of ``readable`` is not found, or a variable of ``env`` is not set.
             IsolationError: If the program is to be isolated and this machine cannot do that.
         """
         solve = CommandAgent(
@@ -305,8 +302,6 @@ def agent_of(factory: Any) -> Agent | None:
 
 
 def _check_call(solve: Any, arguments: Mapping[str, Any] | None = None) -> None:
-    if not callable(solve):
-        raise ValueError(f"An agent is a function of (model, task), got {solve!r}.")
     check_call("An agent is called as solve", solve, ("model", "task"), arguments)
 
 
@@ -366,21 +361,8 @@ class CommandAgent:
         check_call("score is called as score", score, ("task", "finished"))
         if prepare is not None:
             check_call("prepare is called as prepare", prepare, ("task", "folder"))
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, or None for no limit, got {timeout!r}.")
-        if max_output < 2:
-            raise ValueError(f"max_output must be at least 2 bytes, got {max_output!r}.")
-        if isinstance(env, str):
-            raise ValueError(
-                f'env is a collection of variables such as ["HF_TOKEN", "MODE=fast"], got the text {env!r}.'
-            )
-        if readable and not isolated:
-            raise ValueError(
-                "readable has no effect on a program that is not isolated. Set isolated=True, or leave it out."
-            )
-        if isinstance(readable, str) or (missing := [str(path) for path in readable if not os.path.exists(path)]):
-            shown = "a text" if isinstance(readable, str) else f"{missing[0]}, which does not exist"
-            raise ValueError(f"readable is a collection of files and folders, got {shown}.")
+        if missing := [str(path) for path in readable if not os.path.exists(path)]:
+            raise ValueError(f"readable is a collection of files and folders, got {missing[0]}, which does not exist.")
         self.command = [_found(command[0]), *command[1:]]
         self.isolated = isolated and require_programs(f"The agent's program {command[0]!r}") != NONE
         self.readable = [str(path) for path in readable]

@@ -244,12 +244,10 @@ def evaluation_episodes(
         ValueError: If there are no episodes or attempts, ``rows`` is empty, or a row names no environment.
     """
     options = None if rows is None else [dict(row) for row in islice(rows, episodes)]
-    if options is not None and not options:
-        raise ValueError(f"An evaluation data set must have at least one row, got {rows!r}.")
-    if episodes < 1:
-        raise ValueError(f"episodes must be at least 1, got {episodes}.")
-    if attempts < 1:
-        raise ValueError(f"attempts must be at least 1, got {attempts}.")
+    if options == [] or min(episodes, attempts) < 1:
+        raise ValueError(
+            f"An evaluation needs a row, an episode and an attempt at least, got {episodes=}, {attempts=}."
+        )
     own = () if sampling_seed is None else (sampling_seed,)
     return [
         replace(spec, stream=(*spec.stream[:-1], attempt, *own))

@@ -54,13 +54,8 @@ def wilson_interval(successes: int, trials: int) -> Interval:
     Returns:
         Both bounds, in [0, 1]. Without trials, the whole of it.
 
-    Raises:
-        ValueError: If there are more successes than trials, or a number is negative.
-
     Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
     """
-    if not 0 <= successes <= trials:
-        raise ValueError(f"successes={successes} must be between 0 and trials={trials}.")
     if trials == 0:
         return Interval(0.0, 1.0)
     return Interval(*map(float, stats.binomtest(successes, trials).proportion_ci(1 - LEVEL, "wilson")))
@@ -138,15 +133,13 @@ def mean_test(
         interval is the whole range.
 
     Raises:
-        ValueError: If there are no values, a value is outside the limits, or there is not one unit for each value.
+        ValueError: If a value is outside the limits.
 
     Source: Gaffke (2005), "Three test statistics for a nonparametric one-sided hypothesis on the mean of a nonnegative
     variable"; Learned-Miller and Thomas (2019), "A new confidence interval for the mean of a bounded random variable".
     """
     sums, counts = _unit_sums(values, units)
     number = len(sums)
-    if not number:
-        raise ValueError("A mean needs at least one value.")
     mean, most = float(sums.sum() / counts.sum()), float(counts.max())
     if limits is None:
         reach = float(np.abs(sums - mean * counts).max()) / most
@@ -347,16 +340,10 @@ def _weighted_means(sums: Any, counts: Any, ends: tuple[float, float], most: flo
 
 
 def _unit_sums(values: Sequence[float], units: Sequence[Hashable] | None) -> tuple[Any, Any]:
-    """Return the sum and the number of the values of each unit, in order of first appearance.
-
-    Raises:
-        ValueError: If there is not one unit for each value.
-    """
+    """Return the sum and the number of the values of each unit, in order of first appearance."""
     numbers = np.asarray(values, dtype=float)
     if units is None:
         return numbers, np.ones(len(numbers))
-    if len(units) != len(numbers):
-        raise ValueError(f"There are {len(numbers)} values but {len(units)} units; pass one for each value.")
     index = np.array(numbered(units), dtype=int)
     return np.bincount(index, numbers), np.bincount(index).astype(float)
 
@@ -393,11 +380,7 @@ def failure_refusal(first: Sequence[float | None], second: Sequence[float | None
 
     Returns:
         The reason, as a sentence; None if a verdict may be given.
-
-    Raises:
-        ValueError: If the numbers of episodes differ, or there are none.
     """
-    _check(first, second)
     number = len(first)
     lost, won = sum(one is None for one in first), sum(one is None for one in second)
     missing = sum(a is None or b is None for a, b in zip(first, second))
@@ -435,13 +418,9 @@ def difference_bounds(
     Returns:
         Both bounds, of the first policy's mean minus the second's; None without limits.
 
-    Raises:
-        ValueError: If the numbers of episodes differ, or there are none.
-
     Source: Horowitz and Manski (2000), "Nonparametric analysis of randomized experiments with missing covariate and outcome
     data".
     """
-    _check(first, second)
     if limits is None:
         return None
     low, high = limits
@@ -460,11 +439,3 @@ def failed_value(values: Sequence[float], limits: tuple[float, float] | None) ->
         limits: The lowest and highest possible value. None: the lowest of ``values`` and 0 is taken.
     """
     return min([0.0, *values]) if limits is None else limits[0]
-
-
-def _check(first: Sequence[float | None], second: Sequence[float | None]) -> None:
-    if len(first) != len(second) or not first:
-        raise ValueError(
-            f"Paired outcomes need as many values of one policy as of the other, and at least one; got {len(first)} and "
-            f"{len(second)}."
-        )

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
@@ -65,8 +64,6 @@ from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.registry import find_algorithm
-
-logger = logging.get_logger(__name__)
 
 _STATE_FORM = Fields(
     {"id": Name, "parent": (Name, None), "made_of": {str: Any}, "finished": bool},

@@ -300,8 +300,6 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few updates only, to test the installation")
     options = parser.parse_args(argv)
-    if options.seed < 0:
-        parser.error(f"--seed must not be negative, got {options.seed}")
     check_output(options.output_dir)
     # Absolute, since the adapter's record names its base by this path.
     run(options.output_dir.resolve(), options.seed, QUICK if options.quick else Budget(), Console())

@@ -29,7 +29,7 @@ from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
 from agile_trainers.checkpoints.model_card import add_results
 from agile_trainers.cli.errors import message
-from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
+from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, show
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
@@ -261,7 +261,7 @@ def _report(
     run: str,
     console: Console,
 ) -> None:
-    """Write the results, the picture and the model card, and print the tables or the JSON."""
+    """Write the results and the model card, and print the tables or the JSON."""
     folder = options.output_dir / run
     content = {
         "format": 1,
@@ -270,7 +270,6 @@ def _report(
         "environments": [one.to_dict() for one in reports],
     }
     write_json(folder / "results.json", content)
-    picture = plot(reports, folder / "results.png")
     card = None
     if not options.no_card and Path(options.model).is_dir():
         rows = [row for report in reports for row in card_results(report, _played_with(options, report.environment))]
@@ -280,7 +279,7 @@ def _report(
         return
     for report in reports:
         show(console, report)
-    console.print(f"Results: {folder / 'results.json'}. Picture: {picture}. Episodes: {options.output_dir / 'rollouts'}."
+    console.print(f"Results: {folder / 'results.json'}. Episodes: {options.output_dir / 'rollouts'}."
                   + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
 
 

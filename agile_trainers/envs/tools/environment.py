@@ -54,7 +54,8 @@ class ToolEnvironment(ReasoningEnvironment):
         options: Further arguments of ``ReasoningEnvironment``: ``reward_fn``, ``template``, ``split``, ...
 
     Raises:
-        ValueError: If a tool has no usable docstring or type hints, two have the same name, or an option is wrong.
+        ValueError: If two tools have the same name, or an option is wrong.
+        Exception: Of transformers, if a tool has no usable docstring or type hints.
     """
 
     name = "ToolEnvironment"
@@ -79,8 +80,6 @@ class ToolEnvironment(ReasoningEnvironment):
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-        if max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
         self._toolbox = Toolbox(tools)
         self.schemas, self.tools = self._toolbox.schemas, self._toolbox.tools
         for name, tool in self.tools.items():

@@ -162,12 +162,15 @@ class Toolbox:
         tools: The functions, each with a docstring that describes it and every argument.
 
     Raises:
-        ValueError: If a tool has no usable docstring or type hints, two have the same name, or there is none.
+        ValueError: If two tools have the same name, or there is none.
+        Exception: Of transformers, if a tool has no usable docstring or type hints.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]]):
-        self.schemas = [_schema(tool) for tool in tools]
+        self.schemas = [get_json_schema(tool) for tool in tools]
         """JSON schemas in the form of chat templates."""
+        for schema in self.schemas:
+            schema["function"].pop("return", None)  # chat templates do not show it
         self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
         """Functions by name."""
         if not tools or len(self.tools) < len(tools):
@@ -232,12 +235,8 @@ def dropping_results(keep_results: int, *, tagged: bool = True) -> History:
         tagged: Whether results are in the tags of :func:`as_observation`.
 
     Raises:
-        ValueError: If the number is not a positive integer.
+        ValueError: If the number is below 1.
     """
-    if isinstance(keep_results, bool) or not isinstance(keep_results, int) or keep_results < 1:
-        raise ValueError(
-            f"keep_results must be a whole number of at least 1, or None to keep all; got {keep_results!r}."
-        )
     note = LastObservations.note
     return LastObservations(keep_results, as_observation([note]) if tagged else note)
 
@@ -254,19 +253,6 @@ def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = 
         f"These tools can be called:\n<tools>\n{listed}\n</tools>\nTo call one, write\n{CALL_EXAMPLES[call_format]}\n"
         "Its result comes back in <tool_response> tags. When you know the final answer, write it without calling a tool."
     )
-
-
-def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    name = getattr(tool, "__name__", repr(tool))
-    try:
-        schema = get_json_schema(tool)
-    except Exception as error:  # transformers raises several types
-        raise ValueError(
-            f"No schema can be made for the tool {name}: {error} A tool needs type hints and a docstring that describes it "
-            "and, under 'Args:', each argument."
-        ) from error
-    schema["function"].pop("return", None)  # chat templates do not show it
-    return schema
 
 
 def _shown(result: Any) -> str:
