@@ -235,7 +235,7 @@ def test_wrong_sources_and_options_say_what_is_wrong(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             environment.reset(seed=0, options=options)
-    with pytest.raises(ValueError, match="has 40 rows, got count=41"):
+    with pytest.raises(ValueError, match="has 36 rows: pass a count of them, got 41"):
         environment.dataset("train", 41)
 
 

@@ -167,7 +167,7 @@ class ReasoningEnvironment:
         count = available if count is None else count
         if count is None or (available is not None and count > available):
             there = "rows without end" if available is None else f"{available} rows"
-            raise ValueError(f"The split {split!r} of {self.name} has {there}, got count={count}.")
+            raise ValueError(f"The split {split!r} of {self.name} has {there}: pass a count of them, got {count}.")
         return Dataset.from_dict({"split": [split] * count, "row": list(range(count))})
 
     def demonstrations(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
