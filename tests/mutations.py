@@ -1850,7 +1850,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
-        '("minimax", "nemotron_h", "zamba2")', "()", "tests/rollout/test_generators.py -k minimax",
+        '"mamba2", "minimax",', '"mamba2",', "tests/rollout/test_generators.py -k minimax",
     ),
     Mutation(
         "a layer that is computed again is not planned for", "cli/check/tracing.py",
@@ -3002,6 +3002,10 @@ MUTATIONS = [
     Mutation(
         "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",
         "    killed = kill_descendants(kept.pid)\n    kept.", "    killed = None\n    kept.", STARTED,
+    ),
+    Mutation(
+        "a server is killed before it can remove its shared memory", "envs/isolation/process_tree.py",
+        "        os.kill(kept.pid, signal.SIGTERM)\n", "        os.kill(kept.pid, signal.SIGKILL)\n", STARTED,
     ),
     Mutation(
         "a server does not end with its trainer", "envs/isolation/process_tree.py",

@@ -227,7 +227,7 @@ def test_the_lock_is_on_the_file_that_is_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", late)
     with locked(tmp_path):
-        assert len(calls) == 2 and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        assert len(calls) > 1 and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert not (tmp_path / LOCK).exists()
 
 
