@@ -231,7 +231,7 @@ MUTATIONS = [
         "if os.getpid() != own:", "if False:", "tests/rollout/test_misbehaving.py -k only_processes",
     ),
     Mutation(
-        "a changed bit is read as an episode", "records/digests.py",
+        "a changed bit is read as an episode", "records/writer.py",
         "return None if _digest(path, _stamp(path)) in listed else", "return None if listed else",
         "tests/records/test_damage.py -k flipped",
     ),
@@ -241,11 +241,11 @@ MUTATIONS = [
         "tests/records/test_damage.py -k column_of_another",
     ),
     Mutation(
-        "a stranger's path leads to itself", "records/prefixes.py",
+        "a stranger's path leads to itself", "records/schema.py",
         "if 0 <= of < k else -1", "if 0 <= of <= k else -1", "tests/records/test_recorded_paths.py -k nowhere",
     ),
     Mutation(
-        "paths store what they share again", "records/prefixes.py",
+        "paths store what they share again", "records/schema.py",
         'found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})',
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
@@ -335,7 +335,7 @@ MUTATIONS = [
         "tests/trainers/test_without_environment.py::test_every_folder_has_a_card_of_the_run",
     ),
     Mutation(
-        "the card of a pushed member loads a folder that is not there", "populations/export.py",
+        "the card of a pushed member loads a folder that is not there", "populations/population.py",
         ".replace(f'\"{name}\"', f'\"{model_id}\"')", "",
         f"{POPULATION}::test_the_winner_on_the_hub",
     ),
@@ -356,7 +356,7 @@ MUTATIONS = [
         f"{VIEWER}::test_small_options_are_shown_as_they_are",
     ),
     Mutation(
-        "a member's trainer gets a copy of the base", "populations/base.py",
+        "a member's trainer gets a copy of the base", "populations/members.py",
         "nn.Parameter(parameter.detach(), ", "nn.Parameter(parameter.detach().clone(), ",
         f"{POPULATION}::test_the_base_is_there_once_and_never_changes",
     ),
@@ -438,12 +438,8 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
     ),
     Mutation(
-        "two runs write into one folder", "checkpoints/output_lock.py",
+        "two runs write into one folder", "checkpoints/machines.py",
         "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
-    ),
-    Mutation(
-        "a busy search server is not asked again", "envs/tools/search.py",
-        "return error.code == 429 or error.code >= 500", "return False", "tests/envs/test_search.py -k back_off",
     ),
     Mutation(
         "records appear before they are complete", "records/plain.py",
@@ -1468,19 +1464,19 @@ MUTATIONS = [
         "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a tied head is cast, and the embedding with it", "adapters/rollout_weights.py",
+        "a tied head is cast, and the embedding with it", "adapters/fused.py",
         "and module.weight.data_ptr() not in embeddings", "and True", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "cast weights stay after a rollout", "adapters/rollout_weights.py",
+        "cast weights stay after a rollout", "adapters/fused.py",
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "a merged adapter counts twice", "adapters/rollout_weights.py",
+        "a merged adapter counts twice", "adapters/fused.py",
         "layer._disable_adapters = True", "layer._disable_adapters = False", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "an adapter stays off after a rollout", "adapters/rollout_weights.py",
+        "an adapter stays off after a rollout", "adapters/fused.py",
         "            layer._disable_adapters = False", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
@@ -1565,7 +1561,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k options",
     ),
     Mutation(
-        "a digest that anyone can guess the value by", "checkpoints/signing.py",
+        "a digest that anyone can guess the value by", "checkpoints/integrity.py",
         'hmac.new(key, f"{kind}', 'hmac.new(b"", f"{kind}', "tests/trainers/test_secrets.py -k key",
     ),
     Mutation(
@@ -1578,7 +1574,7 @@ MUTATIONS = [
         "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub.py -k what_is_pushed",
     ),
     Mutation(
-        "a pickle that was added to a signed checkpoint is read", "checkpoints/signing.py",
+        "a pickle that was added to a signed checkpoint is read", "checkpoints/integrity.py",
         " and files.keys() >= set(found)", "", "tests/adapters/test_signing.py",
     ),
     Mutation(
@@ -1586,7 +1582,7 @@ MUTATIONS = [
         'r"global_step[0-9]{1,18}"', 'r".*"', "tests/adapters/test_strangers.py -k latest",
     ),
     Mutation(
-        "a pickle of an unknown name needs no signature", "checkpoints/signing.py",
+        "a pickle of an unknown name needs no signature", "checkpoints/integrity.py",
         "PurePosixPath(name).suffix not in _DATA and not", "name.endswith('.pt') and not",
         "tests/adapters/test_strangers.py -k pickle",
     ),
@@ -1615,7 +1611,7 @@ MUTATIONS = [
         "tests/adapters/test_damaged_models.py -k weights",
     ),
     Mutation(
-        "the loaders' own errors come through", "adapters/model_folders.py",
+        "the loaders' own errors come through", "adapters/untrusted.py",
         'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k one_kind",
     ),
     Mutation(
@@ -1624,7 +1620,7 @@ MUTATIONS = [
         "tests/adapters/test_strangers.py -k trainer_state",
     ),
     Mutation(
-        "the first alternative of a form is enough", "adapters/forms.py",
+        "the first alternative of a form is enough", "adapters/folders.py",
         "if None not in found:", "if found[0] is not None:",
         "tests/adapters/test_strangers.py -k every_option",
     ),
@@ -1642,7 +1638,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k special_token",
     ),
     Mutation(
-        "a key that others can read signs", "checkpoints/signing.py", "& 0o077:", "& 0:",
+        "a key that others can read signs", "checkpoints/integrity.py", "& 0o077:", "& 0:",
         "tests/adapters/test_signing.py -k others",
     ),
     Mutation(
@@ -1668,7 +1664,7 @@ MUTATIONS = [
         "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
-        "any signature will do", "checkpoints/signing.py",
+        "any signature will do", "checkpoints/integrity.py",
         "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_signing.py",
     ),
     Mutation(
@@ -2145,11 +2141,11 @@ MUTATIONS = [
         "self.asked or os.getppid() != self._parent", "False", "tests/envs/test_agent_command.py -k killed_training",
     ),
     Mutation(
-        "a program that kills its keeper leaves processes", "envs/agent_command.py",
+        "a program that kills its keeper leaves processes", "envs/agent.py",
         "if not self._ending:", "if False:", "tests/envs/test_agent_command.py -k kills_what_keeps_it",
     ),
     Mutation(
-        "an agent's program gets every variable", "envs/agent_command.py",
+        "an agent's program gets every variable", "envs/agent.py",
         'if name in _PASSED_ON or name.startswith("LC_")', "if name",
         "tests/envs/test_agent_command.py -k what_a_program_gets",
     ),
@@ -2185,17 +2181,17 @@ MUTATIONS = [
         "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
-        "an isolated program uses the network", "envs/isolation/programs.py",
+        "an isolated program uses the network", "envs/isolation/levels.py",
         '"--unshare-all", "--unshare-user"', '"--unshare-user", "--unshare-pid"',
         "tests/envs/test_agent_isolation.py -k nothing_else",
     ),
     Mutation(
-        "an isolated program reads what it was not given", "envs/isolation/programs.py",
+        "an isolated program reads what it was not given", "envs/isolation/levels.py",
         'for one in (path, os.path.realpath(path)):', 'for one in (path, os.path.realpath(path), "/"):',
         "tests/envs/test_agent_isolation.py -k nothing_else",
     ),
     Mutation(
-        "a program is isolated where it cannot be", "envs/isolation/programs.py",
+        "a program is isolated where it cannot be", "envs/isolation/levels.py",
         "if chosen not in (BUBBLEWRAP, NONE):", "if False:",
         "tests/envs/test_agent_isolation.py -k refused",
     ),
@@ -2205,16 +2201,16 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k takes_too_long",
     ),
     Mutation(
-        "programs start in the event loop", "envs/agent_command.py",
+        "programs start in the event loop", "envs/agent.py",
         "await in_thread(keeper.start)", "keeper.start()",
         "tests/envs/test_agent_command.py -k outside_the_event_loop",
     ),
     Mutation(
-        "a program that is cancelled while it starts goes on", "envs/agent_command.py",
+        "a program that is cancelled while it starts goes on", "envs/agent.py",
         "if self._ending:  # which came", "if False:  # which came", "tests/envs/test_agent_command.py -k cancelled",
     ),
     Mutation(
-        "a cancelled episode leaves its program", "envs/agent_command.py",
+        "a cancelled episode leaves its program", "envs/agent.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),
     Mutation(
@@ -2405,7 +2401,7 @@ MUTATIONS = [
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
     Mutation(
-        "evaluation of the base below an adapter", "evaluation/loading.py",
+        "evaluation of the base below an adapter", "evaluation/policy.py",
         "        policy = load_policy(saved, **init)\n", "        policy = load_policy(saved, **init).unload()\n",
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
@@ -2530,7 +2526,7 @@ MUTATIONS = [
         "key = alike, seen[alike, run.info[\"seed\"]]", "key = alike", f"{LABELS} -k seed_alone",
     ),
     Mutation(
-        "a population's page opens at the member that lived longest", "viewer/population.py",
+        "a population's page opens at the member that lived longest", "viewer/parts.py",
         "not member[\"winner\"], -member", "-member", f"{LABELS} -k winner",
     ),
     Mutation(
@@ -2918,7 +2914,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_faults.py -k faults_of_some",
     ),
     Mutation(
-        "the key goes to a proxy", "envs/agent_calls.py",
+        "the key goes to a proxy", "envs/agent.py",
         'urllib.request.ProxyHandler({})',
         'urllib.request.ProxyHandler()',
         "tests/rollout/agents/test_server.py -k proxy",

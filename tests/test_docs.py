@@ -183,8 +183,8 @@ def any_number(name: str, form: str = "{}") -> Callable[[dict[str, Any]], list[f
 
 def any_word(namespace: dict[str, Any]) -> list[float]:
     """Every word of the probes, each in an episode of its own."""
+    from agile_environments.probes import PROBE_WORDS
     from agile_trainers.envs import make_environment_factory
-    from agile_trainers.envs.probes import PROBE_WORDS
 
     factory = make_environment_factory("agile:probe/constant")
     return [answers_to(factory(), word) for word in PROBE_WORDS]

@@ -6,6 +6,8 @@ output, forward and backward. One ``addmm`` does both inside the second product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +56,108 @@ def fuse(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = FusedLinear
+
+
+_Copies = dict[tuple[nn.Module, str], torch.Tensor]
+"""Module and name of a parameter to what takes its place."""
+
+
+@contextmanager
+def cast_once(model: nn.Module, dtype: torch.dtype, room: int | None = None) -> Iterator[int]:
+    """Keep the weights of linear layers in the type that autocast computes in.
+
+    Autocast casts a weight in fp32 at every forward pass: of a layer of Qwen2 with LoRA 24 tensors for each token. The
+    values are the same. Weights that an embedding shares stay, as its output keeps their type; so do sharded and
+    quantized ones.
+
+    Args:
+        model: The policy. Its forward passes in the block run under autocast to ``dtype``, without gradients.
+        dtype: The type.
+        room: Bytes that the copies may take; if they are larger, nothing is cast. Default: no limit.
+
+    Yields:
+        The bytes of the copies.
+    """
+    held = [
+        (module, name)
+        for module in _plain_linears(model)
+        for name, value in module.named_parameters(recurse=False)
+        if value.dtype == torch.float32
+    ]
+    size = sum(getattr(module, name).numel() for module, name in held) * dtype.itemsize
+    if room is not None and size > room:
+        held, size = [], 0
+    with torch.no_grad():
+        casts: _Copies = {(module, name): getattr(module, name).to(dtype) for module, name in held}
+    with _holding(casts):
+        yield size
+
+
+@contextmanager
+def merged_adapter(model: nn.Module) -> Iterator[int]:
+    """Add the active adapter to copies of the weights that it changes, and leave out its own matrix products.
+
+    Layers that are more than a plain LoRA layer keep their adapter: quantized, sharded and tied ones, DoRA, dropout
+    aside. In half precision the sum is rounded, so that the policy differs by more than a change of kernels.
+
+    Args:
+        model: The policy. Its forward passes in the block are without gradients.
+
+    Yields:
+        The bytes of the copies.
+    """
+    plain = set(_plain_linears(model))
+    layers = [one for one in model.modules() if isinstance(one, FusedLinear) and one.base_layer in plain]
+    copies: _Copies = {}
+    for layer in (layers := [one for one in layers if one.plain_adapter is not None]):
+        weight = layer.base_layer.weight
+        with torch.no_grad():
+            whole = weight.float() + layer.get_delta_weight(layer.plain_adapter).float()
+        copies[layer.base_layer, "weight"] = whole.to(weight.dtype)
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        with _holding(copies):
+            yield sum(copy.nbytes for copy in copies.values())
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Reject a policy that :func:`merged_adapter` leaves as it is.
+
+    Raises:
+        ValueError: If no layer is a plain LoRA layer on weights that are not quantized.
+    """
+    if not any(isinstance(layer, FusedLinear) and layer.plain_adapter is not None for layer in model.modules()):
+        raise ValueError(
+            "merge_adapter_in_rollout=True has no effect on this policy: no layer of it is a plain LoRA layer on whole, "
+            "unquantized weights. Leave it unset."
+        )
+
+
+def _plain_linears(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers whose weights are whole, floating-point and no embedding's."""
+    embeddings = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and not any(isinstance(value, DTensor) or hasattr(value, "ds_id") for value in module.parameters())
+        and module.weight.is_floating_point()
+        and module.weight.data_ptr() not in embeddings
+    ]
+
+
+@contextmanager
+def _holding(copies: _Copies) -> Iterator[None]:
+    """Replace parameters of modules by copies inside the block."""
+    own = {key: getattr(*key) for key in copies}
+    try:
+        for (module, name), copy in copies.items():
+            setattr(module, name, nn.Parameter(copy, requires_grad=False))
+        yield
+    finally:
+        for (module, name), parameter in own.items():
+            setattr(module, name, parameter)

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agile_trainers.cli import OWN_MODULES
 from agile_trainers.cli.chain.keys import check_needed_keys, check_stage_keys
-from agile_trainers.cli.commands import OWN_MODULES
 from agile_trainers.cli.preflight import check_output, environment_arguments, missing
 from agile_trainers.cli.yaml_files import naming_place, read_yaml
 from agile_trainers.config.other_names import OTHER_NAMES, meant

@@ -40,8 +40,8 @@ from agile_trainers.adapters import (
 )
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, write_json
-from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.adapters.untrusted import LOADERS, RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete, step_of

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, write_json
 from agile_trainers.adapters.loading import find_adapters
-from agile_trainers.adapters.model_folders import LOADERS, check_model_folder, naming_folder
+from agile_trainers.adapters.untrusted import LOADERS, check_model_folder, naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, mark_complete
-from agile_trainers.evaluation.loading import load_model
+from agile_trainers.evaluation.policy import load_model
 from agile_trainers.records import plain
 
 

@@ -59,7 +59,5 @@ def test_a_merged_adapter_samples_what_is_trained(embedded_model: Path, tmp_path
 
 
 def test_a_model_without_an_adapter_has_none_to_merge(embedded_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="merge_adapter_in_rollout=True has no effect on a model that is trained whole"
-    ):
+    with pytest.raises(ValueError, match="merge_adapter_in_rollout=True has no effect on this policy"):
         make_trainer(embedded_model, tmp_path, lora=False, merge_adapter_in_rollout=True)

@@ -30,7 +30,7 @@ from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
 from agile_trainers.checkpoints.model_card import add_results
 from agile_trainers.cli.errors import message
-from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, plot, show
+from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, show
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
@@ -45,9 +45,9 @@ from agile_trainers.evaluation import (
     summarize_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
-from agile_trainers.evaluation.loading import load_model, recorded_settings
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
 from agile_trainers.evaluation.panels import EpisodePanel, check_panel, read_panel, sealed
+from agile_trainers.evaluation.policy import load_model, recorded_settings
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.progress import BAR
@@ -291,7 +291,7 @@ def _report(
     console: Console,
     panel: EpisodePanel | None,
 ) -> None:
-    """Write the results, the picture and the model card, and print the tables or the JSON."""
+    """Write the results and the model card, and print the tables or the JSON."""
     folder = options.output_dir / run
     content = {
         "format": 1,
@@ -302,7 +302,6 @@ def _report(
     if panel is not None:
         content = sealed(content | {"panel": panel.to_dict()})
     write_json(folder / "results.json", content)
-    picture = plot(reports, folder / "results.png")
     card = None
     if not options.no_card and Path(options.model).is_dir():
         rows = [
@@ -314,7 +313,7 @@ def _report(
         return
     for report in reports:
         show(console, report)
-    console.print(f"Results: {folder / 'results.json'}. Picture: {picture}. Episodes: {options.output_dir / 'rollouts'}."
+    console.print(f"Results: {folder / 'results.json'}. Episodes: {options.output_dir / 'rollouts'}."
                   + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def keep_program(spec: dict[str, Any], control: IO[bytes], report: IO[bytes]) ->
     Args:
         spec: ``command``, ``env``, ``folders`` (variable to the name of a further folder), ``stdin``, ``timeout``
             (seconds, or None), ``limit`` (bytes of each output), ``secrets``, ``parent`` (a process id), ``place`` (where
-            folders are made), ``isolated`` (the beginning of a command that isolates the program, see ``programs.py``;
+            folders are made), ``isolated`` (the beginning of a command that isolates the program, see ``levels.py``;
             empty: none), ``port`` (of the endpoint, for an isolated program).
         control: Closed by whoever no longer needs the folder.
         report: Gets the folder's name, then the end: ``status``, ``timed_out``, ``stdout``, ``stderr``, or ``error``.
