@@ -158,7 +158,7 @@ RUNS: dict[str, Run] = {
     "entropy bonus": Run(options={"entropy_coef": 2.0, "max_new_tokens": 8}),
     "temperature .01": Run(options={"temperature": 0.01}, steps=12),
     "gamma=0": Run(probe="delayed", algorithm="reinforce", steps=8, options={"gamma": 0.0, "num_generations": 1}),
-    "empty observations": Run(SaysNothing, steps=8),
+    "empty observations": Run(SaysNothing, steps=12),
     "one secret, no rows": Run(OneSecret, rows=()),
     "healthy, grpo": Run(steps=45),
     "healthy, reinforce": Run(steps=25, algorithm="reinforce", seed=1),

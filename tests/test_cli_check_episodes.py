@@ -66,11 +66,11 @@ class WinIsTruncated(Colours):
 
 
 class HoldsOut(Colours):
-    """Sound: who has not said green for three turns has succeeded, which a limit ends."""
+    """Sound: who has not said the secret for three turns has succeeded, which a limit ends."""
 
     def step(self, action: str) -> Any:
         self.turn += 1
-        lost = action.strip() == "green"
+        lost = action.strip() == self.secret
         return "go on", float(not lost), lost, not lost and self.turn == 3, {"success": not lost and self.turn == 3}
 
 

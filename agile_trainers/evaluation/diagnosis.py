@@ -79,7 +79,7 @@ EMPTY = 0.95
 """Share of the observations between two answers that say nothing from which a policy learns nothing of what it did."""
 EARLY = 0.2
 """Spread of what is earned before the last turn, in that of an episode's return, up to which the reward comes at the end."""
-CREDITED = 0.1
+CREDITED = 0.01
 """Share of the last reward up to which discounting leaves a first answer without credit."""
 EVERY = 0.9
 """Share of the turns that could begin a new path from which a history rewrites at every turn."""
@@ -348,7 +348,7 @@ def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
 
 def _prompts_unread(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.last("prompt_information", UNREAD_FOR)
-    success, empty = history.mean("success"), history.mean("observations_empty")
+    success, empty = history.mean("success"), history.mean("observations_empty", 2 * BATCHES)
     if empty is not None and empty >= EMPTY and (success or 0.0) < EASY and not history.rose("success"):
         return Evidence(
             f"{empty:.0%} of the observations between two answers are empty: the model does not see what its answers did.",

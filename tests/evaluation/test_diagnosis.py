@@ -370,7 +370,7 @@ def test_a_solved_task_that_seeds_do_not_change_is_told_so() -> None:
         ("reward_misses_success", {"reward_success_correlation": 0.31}, {}),
         ("prompts_unread", {"observations_empty": 0.94}, {}),
         ("reward_discounted", {"return/early_std": 0.11}, {"gamma": 0.0}),
-        ("reward_discounted", {"return/early_std": 0.0}, {"gamma": 0.8}),
+        ("reward_discounted", {"return/early_std": 0.0}, {"gamma": 0.64}),
     ],
 )
 def test_just_below_the_threshold_nothing_is_named(

@@ -140,11 +140,11 @@ def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     if state != random_state():
         return None  # drawn from the process's own generators, with which new processes may begin alike
     try:
-        new, again = (_replayed(run, games, [[n] for n in range(len(games))], apart=True) for _ in range(2))
+        new, anew = (_replayed(run, games, [[n] for n in range(len(games))], apart=True) for _ in range(2))
     except ValueError:  # a factory that cannot be sent to another process
         return None
     differ = [n for n in range(len(games)) if new[n] != after[n]]
-    if new != again or not differ or any(one[2].failed for one in new):
+    if new != anew or not differ or any(one[2].failed for one in new):
         return None
     differs = _differs(after[differ[0]], new[differ[0]], ("after others", "in a new process"))
     return f"{_SHARED[0]}: with the same answers, an episode {differs}. {_SHARED[2]}"
