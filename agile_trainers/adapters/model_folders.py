@@ -131,9 +131,8 @@ def naming_folder(
         if isinstance(error, OSError) and (error.errno is not None or not os.path.isdir(source)):
             raise
         passed = _passed(error)
-        if (within and not passed.keys() & {*within}) or any(
-            part in file for file in passed.values() for part in _BUILDERS
-        ):
+        built = any(part in file for file in passed.values() for part in _BUILDERS)
+        if built or (within and not passed.keys() & {*within}):
             raise
         reason = " ".join(str(error).split())
         if _NO_GPU.search(reason) and not torch.cuda.is_available():
