@@ -1899,7 +1899,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
-        "others[n] == repeated[n] != alone[n]", "others[n] == repeated[n] == alone[n]",
+        "if others[n] != alone[n]]", "if others[n] == alone[n]]",
         "tests/test_cli_check.py -k reason_not",
     ),
     Mutation(

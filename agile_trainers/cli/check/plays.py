@@ -29,7 +29,7 @@ REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
 CROSSED, STARTS = 4, 8
 """Answers of as many episodes that are given at so many starts."""
-SLOW = 20.0
+SLOW = 60.0
 """Seconds of the replays from which they are not."""
 
 
@@ -129,20 +129,19 @@ class Game:
 def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     """Return a problem if episodes depend on others, "" if they are repeatable, and None if they differ otherwise.
 
-    An episode depends on others if the same answers give twice one result alone, and twice the same other one beside them;
-    or if new processes agree with each other, and not with this one, in which others have been played.
+    Episodes depend on others if the same answers give twice one result alone, and twice the same other one beside them; or
+    if new processes agree with each other, and not with this one, in which others have been played.
     """
     own = [_result(game.episode) for game in games]
     beside, after = _together(run, games), _in_turn(run, games)
     if own == beside == after:
         return ""
     alone, twice = ([_in_turn(run, [game])[0] for game in games] for _ in range(2))
-    sure = [n for n in range(len(games)) if alone[n] == twice[n]]
-    for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)):
-        repeated = again(run, games)
-        for n in sure:
-            if others[n] == repeated[n] != alone[n]:
-                return f"{why[0]}: with the same answers, an episode {_differs(others[n], alone[n], why[1])}. {why[2]}"
+    for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)) if alone == twice else ():
+        differ = [n for n in range(len(games)) if others[n] != alone[n]]
+        if differ and others == again(run, games):  # each of several episodes, since two random ones may agree
+            differs = _differs(others[differ[0]], alone[differ[0]], why[1])
+            return f"{why[0]}: with the same answers, an episode {differs}. {why[2]}"
     state = random_state()
     _in_turn(run, games)
     if state != random_state():
