@@ -86,7 +86,16 @@ class Run:
 
     def engine(self, factory: EnvironmentFactory, *, apart: bool = False) -> RolloutEngine:
         """Return the trainer's rollout engine; with ``apart``, for an environment in a new process."""
-        options = replace(self.options, environment_workers=0, environment_processes=1) if apart else self.options
+        options = self.options
+        if apart:  # a process takes its time to start
+            longer = 10 * (options.environment_timeout or self.time_limit)
+            options = replace(
+                options,
+                environment_workers=0,
+                environment_processes=1,
+                max_environments=None,
+                environment_timeout=longer,
+            )
         return build_engine(
             options,
             options.make_pool(factory),
