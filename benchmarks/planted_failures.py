@@ -178,7 +178,7 @@ DEMO: dict[str, Any] = {
     "max_turns": GUESSES, "max_new_tokens": 2, "num_generations": GROUP, "per_device_train_batch_size": GROUP * HIGH,
     "learning_rate": 3e-3, "entropy_coef": 0.08, "entropy_coef_schedule": "linear",
 }  # fmt: skip
-GUESSING = {
+GUESSING: dict[str, dict[str, Any]] = {
     "grpo": {"advantage_granularity": "trajectory"}, "reinforce": {"num_generations": 1}, "ppo": {"num_generations": 1},
 }  # fmt: skip
 """Options of an algorithm that differ from the demo's."""

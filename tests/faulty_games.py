@@ -72,6 +72,18 @@ class HoldsOut(Colours):
         return "go on", float(not lost), lost, not lost and self.turn == 3, {"success": not lost and self.turn == 3}
 
 
+class PaysAtTheLimit(Colours):
+    """Sound: it goes on until a limit ends it, and then pays for the secret if it was said."""
+
+    def step(self, action: str) -> Any:
+        self.said = action.strip() == self.secret or (self.turn > 0 and self.said)
+        self.turn += 1
+        return "right" if self.said else "go on", 0.0, False, False, {"success": self.said}
+
+    def end(self, reason: str) -> float:
+        return float(self.said)
+
+
 class SaysNothing(Colours):
     def step(self, action: str) -> Any:
         return " ", *super().step(action)[1:]

@@ -1927,6 +1927,10 @@ MUTATIONS = [
         "if won and (longest == 1 or any(len(episode.turns) < longest for episode in won)):", "if won:", EPISODES,
     ),
     Mutation(
+        "an environment that pays at the limit is said to be cut", "cli/check/sections.py",
+        'hidden = (*OF_POLICY, "episodes_cut") if meant else OF_POLICY', "hidden = OF_POLICY", EPISODES,
+    ),
+    Mutation(
         "a range that returns contradict passes a check", "cli/check/sections.py",
         "and not within(returns, limits):", "and False:", EPISODES,
     ),

@@ -50,7 +50,7 @@ def test_what_is_said(broken: str, code: int, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sound", ["Colours", "HoldsOut", "agile:guess_number", "agile:probe/memory", "agile:countdown"]
+    "sound", ["Colours", "HoldsOut", "PaysAtTheLimit", "agile:guess_number", "agile:probe/memory", "agile:countdown"]
 )
 def test_sound_ones_are_not_warned_of(sound: str) -> None:
     code, report = run(sound)

@@ -191,7 +191,10 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
         *(["environment_failing"] if 2 * failed.total() > len(played) else []),
         *(["episodes_cut"] if args.mask_truncated_completions else []),
     }
-    report.diagnosis((finding for finding in found if finding.name not in OF_POLICY), serious)
+    # An environment that rewards episodes at a limit expects to be cut.
+    meant = not args.mask_truncated_completions and all(episode.end_reward is not None for episode in played)
+    hidden = (*OF_POLICY, "episodes_cut") if meant else OF_POLICY
+    report.diagnosis((finding for finding in found if finding.name not in hidden), serious)
     turns = [turn for episode in played for turn in episode.turns if not episode.stop_reason.failed]
     if not turns:
         return
