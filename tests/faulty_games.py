@@ -132,6 +132,19 @@ class GlobalSecret(Colours):
         return start
 
 
+class DrawsItsStart(Colours):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return f"Game {random.SystemRandom().random()}: guess a colour.", super().reset(seed)[1]
+
+
+class MoodyAboutColours(Colours):
+    """Pays at random for a colour, and nothing for the answer that the protocol's own check sends."""
+
+    def step(self, action: str) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, random.SystemRandom().random() if action.strip() in WORDS else 0.0, *rest
+
+
 class UntoldForm(Colours):
     """Understands only an answer in brackets, and does not say so."""
 

@@ -63,11 +63,6 @@ class Awaited(TwoTurns):
         return TwoTurns.step(self, action)
 
 
-class DrawsItsQuestion(TwoTurns):
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return f"Question {random.SystemRandom().random()}?", TwoTurns.reset(self, seed)[1]
-
-
 class NotANumber(TwoTurns):
     def step(self, action: str) -> Any:
         observation, _, *rest = TwoTurns.step(self, action)
@@ -95,12 +90,6 @@ class Raises(TwoTurns):
 class NeverEnds(TwoTurns):
     def step(self, action: str) -> Any:
         return "On and on.", random.Random(action).random(), False, False, {}
-
-
-class MoodyAboutYes(TwoTurns):
-    def step(self, action: str) -> Any:
-        observation, reward, *rest = TwoTurns.step(self, action)
-        return observation, reward if action != "yes" else random.SystemRandom().random(), *rest
 
 
 class SaysWhenItWins(TwoTurns):
@@ -348,20 +337,6 @@ def test_the_plan_is_for_the_limits_and_not_for_what_was_played(embedded_model: 
     assert tokens[1] - tokens[0] == 6 * 180
     capped = run("TwoTurns", *options, "--max_new_tokens", "200", "--max_model_length", "300")[1]
     assert "planned for episodes of 300 tokens" in capped
-
-
-def test_starts_that_differ_are_a_warning() -> None:
-    code, report = run("DrawsItsQuestion", "--episodes", "3")
-    assert code == 0 and "warning: [environment_ignores_seed] DrawsItsQuestion: reset(seed=42) gave 'Question" in report
-    assert "a group would not start from the same state" in report
-
-
-def test_the_played_answers_are_tried_again() -> None:
-    """The protocol's own check sends an answer that goes well."""
-    code, report = run("MoodyAboutYes", "--episodes", "2", "--scripted_policy", "expert")
-    protocol, _, determinism = report.partition("Determinism")
-    assert code == 0 and "different results" not in protocol
-    assert "warning: MoodyAboutYes: the same actions after" in determinism
 
 
 class PaysFailures(TwoTurns):

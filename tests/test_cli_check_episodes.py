@@ -35,6 +35,16 @@ def run(environment: str, *options: str) -> tuple[int, str]:
         ("SharedList", 1, r"problem: instances share state: .* after others and .* in a new process"),
         ("SharedStart", 1, r"problem: instances share state: .* begins with .* in a new process"),
         ("UnseededSecret", 0, r"members of a group would not play the same task; let results depend on the seed"),
+        (
+            "DrawsItsStart",
+            0,
+            r"\[environment_ignores_seed\] DrawsItsStart: .* a group would not start from the same state",
+        ),
+        (
+            "MoodyAboutColours",
+            0,
+            r"Colours follows it(.|\n)*Determinism\n +warning: MoodyAboutColours: the same actions",
+        ),
         ("GlobalSecret", 0, r"draws from or seeds the global random state"),
         (
             "UntoldForm",
