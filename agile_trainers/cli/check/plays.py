@@ -146,12 +146,13 @@ def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     _in_turn(run, games)
     if state != random_state():
         return None  # drawn from the process's own generators, with which new processes may begin alike
+    alone_in = [[n] for n in range(len(games))]
     try:
-        new, anew = (_replayed(run, games, [[n] for n in range(len(games))], apart=True) for _ in range(2))
+        new = _replayed(run, games, alone_in, apart=True)
     except ValueError:  # a factory that cannot be sent to another process
         return None
-    differ = [n for n in range(len(games)) if new[n] != after[n]]
-    if new != anew or not differ or any(one[2].failed for one in new):
+    differ = [n for n, result in enumerate(new) if result != after[n]]
+    if len(new) < len(games) or not differ or new != _replayed(run, games, alone_in, apart=True):
         return None
     differs = _differs(after[differ[0]], new[differ[0]], ("after others", "in a new process"))
     return f"{_SHARED[0]}: with the same answers, an episode {differs}. {_SHARED[2]}"
@@ -258,7 +259,10 @@ def _replayed(
                 ids = episode.action_of(k)
                 return GenerationOutput(request.episode, ids, [0.0] * len(ids), episode.turns[k].finish_reason)
 
-            results += map(_result, engine.run([games[n].spec for n in chosen], ScriptedGenerator(answer)))
+            played = engine.run([games[n].spec for n in chosen], ScriptedGenerator(answer))
+            if apart and any(episode.stop_reason.failed for episode in played):
+                break  # of a process that cannot play it; the next one would take as long
+            results += map(_result, played)
     finally:
         engine.pool.close()
     return results
