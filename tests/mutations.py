@@ -79,6 +79,7 @@ STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
+EPISODES = "tests/test_cli_check_episodes.py"
 DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
 HEALTH = "tests/trainers/test_health_checks.py"
 RECORDS = "tests/records/test_records.py"
@@ -109,8 +110,8 @@ MUTATIONS = [
         "not state.is_world_process_zero or ", "", "tests/trainers/test_progress_table.py -k processes",
     ),
     Mutation(
-        "a finding that was held is lost", "monitor/progress.py",
-        "health.handle(record)", "pass", "tests/trainers/test_progress_table.py -k finding",
+        "a finding is not said", "monitor/health_checks.py",
+        "logger.warning(str(finding))", "pass", "tests/trainers/test_progress_table.py -k finding",
     ),
     Mutation(
         "a run that fails leaves its bar", "trainers/trainer.py",
@@ -1895,12 +1896,70 @@ MUTATIONS = [
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
-        "others[n] == repeated[n] != alone[n]", "others[n] == repeated[n] == alone[n]",
+        "if others[n] != alone[n]]", "if others[n] == alone[n]]",
         "tests/test_cli_check.py -k reason_not",
     ),
     Mutation(
         "a check plays again on new instances alone", "cli/check/plays.py",
         "[[n] for n in range(len(games))])", "[list(range(len(games)))])", "tests/test_cli_check.py -k reason_not",
+    ),
+    Mutation(
+        "a list of a class passes for randomness", "cli/check/plays.py",
+        "if len(new) < len(games) or", "if True or", EPISODES,
+    ),
+    Mutation(
+        "randomness passes for a list of a class", "cli/check/plays.py",
+        " or new != _replayed(run, games, alone_in, apart=True):", ":", EPISODES,
+    ),
+    Mutation(
+        "answers are not given at other starts", "cli/check/plays.py",
+        "for game in given for spec in starts]", "for game in given for spec in [game.spec] * len(starts)]", EPISODES,
+    ),
+    Mutation(
+        "a game whose secret the prompt does not show is one task", "cli/check/plays.py",
+        "all(result == results[0] for", "all(result[0] == results[0][0] for", EPISODES,
+    ),
+    Mutation(
+        "to hold out is a win that is cut short", "cli/check/sections.py",
+        "if won and (longest == 1 or any(len(episode.turns) < longest for episode in won)):", "if won:", EPISODES,
+    ),
+    Mutation(
+        "an environment that pays at the limit is said to be cut", "cli/check/sections.py",
+        'hidden = (*OF_POLICY, "episodes_cut") if meant else OF_POLICY', "hidden = OF_POLICY", EPISODES,
+    ),
+    Mutation(
+        "a range that returns contradict passes a check", "cli/check/sections.py",
+        "and not within(returns, limits):", "and False:", EPISODES,
+    ),
+    Mutation(
+        "a reward that each turn gets for itself is missed", "evaluation/diagnosis.py",
+        " or early > EARLY * spread:", ":", DIAGNOSIS,
+    ),
+    Mutation(
+        "a discount is none", "evaluation/diagnosis.py",
+        "0.0 if own else options.gamma ** (turns - 1)", "0.0 if own else 1.0", DIAGNOSIS,
+    ),
+    Mutation(
+        "a low temperature is named last", "evaluation/diagnosis.py",
+        "if first is None or first > STIFF:", "if True:", DIAGNOSIS,
+    ),
+    Mutation(
+        "empty observations are no finding", "evaluation/diagnosis.py",
+        "if empty is not None and empty >= EMPTY and", "if False and", DIAGNOSIS,
+    ),
+    Mutation(
+        "hidden secrets are one task", "monitor/health_metrics.py",
+        " and all(len(told) == 1 for told in results.values()))", ")", "tests/trainers/test_health_metrics.py",
+    ),
+    Mutation(
+        "the last turn is an early one", "rollout/metrics.py",
+        "sum(turn.reward for turn in trajectory.turns[:-1])", "sum(turn.reward for turn in trajectory.turns)",
+        "tests/rollout/test_metrics.py",
+    ),
+    Mutation(
+        "an extension that cannot be built is a damaged file", "adapters/untrusted.py",
+        "if built or (within", "if (within",
+        "tests/adapters/test_damaged_models.py -k built",
     ),
     Mutation(
         "a reward that pays for failure passes a check", "cli/check/rewards.py",

@@ -258,6 +258,8 @@ RESUMING = (
 """Functions of transformers that read a checkpoint."""
 _OTHERS = (ImportError, MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, not of the folder."""
+_BUILDERS = ("/cpp_extension.py", "/op_builder/")
+"""Parts of the paths of files that build PyTorch's and DeepSpeed's extensions, which fail for want of a compiler."""
 
 
 def check_model_folder(model: str, revision: str | None = None) -> None:
@@ -333,7 +335,7 @@ def naming_folder(
     """Raise one kind of error that names the folder where transformers, PEFT or safetensors fail on its files.
 
     Their loaders raise ``TypeError``, ``KeyError``, ``AttributeError`` and others on values of a wrong type, and tokenizers
-    a ``BaseException``. Missing packages, missing memory and the Hub's own errors stay.
+    a ``BaseException``. Missing packages, missing memory, extensions that cannot be built and the Hub's own errors stay.
 
     Args:
         source: Folder or Hub id that the block loads. None: no error is changed.
@@ -352,7 +354,9 @@ def naming_folder(
             raise
         if isinstance(error, OSError) and (error.errno is not None or not os.path.isdir(source)):
             raise
-        if within and not _functions(error).intersection(within):
+        passed = _passed(error)
+        built = any(part in file for file in passed.values() for part in _BUILDERS)
+        if built or (within and not passed.keys() & {*within}):
             raise
         reason = " ".join(str(error).split())
         if _NO_GPU.search(reason) and not torch.cuda.is_available():
@@ -366,10 +370,10 @@ def naming_folder(
         ) from error
 
 
-def _functions(error: BaseException) -> set[str]:
-    """Return the names of the functions that an error went through."""
-    found, trace = set(), error.__traceback__
+def _passed(error: BaseException) -> dict[str, str]:
+    """Return the names of the functions that an error went through, each with its file."""
+    found, trace = dict[str, str](), error.__traceback__
     while trace is not None:
-        found.add(trace.tb_frame.f_code.co_name)
+        found[trace.tb_frame.f_code.co_name] = trace.tb_frame.f_code.co_filename
         trace = trace.tb_next
     return found

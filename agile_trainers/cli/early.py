@@ -89,8 +89,11 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
     for option in _MODELS:
         for name in given.get(option, []):
             find_model_folder(name, option if option != "--model_name_or_path" else "model_name_or_path")
-    if command == "eval" and arguments and not arguments[0].startswith("-"):
-        find_model_folder(arguments[0], "MODEL")
+    if command == "eval":
+        if arguments and not arguments[0].startswith("-"):
+            find_model_folder(arguments[0], "MODEL")
+        if "--environment" not in given:
+            raise ValueError("--environment is missing: the id of an environment to play, such as agile:guess_number.")
     _check_environments(command, options)
     for folder in given.get("--output_dir", [])[:1]:
         check_output(folder)

@@ -114,6 +114,20 @@ def test_errors_that_are_not_the_folders_stay(tmp_path: Path) -> None:
         raise KeyError("of the user's own function")
 
 
+@pytest.mark.parametrize("file", ["torch/utils/cpp_extension.py", "deepspeed/ops/op_builder/builder.py"])
+def test_an_extension_that_cannot_be_built_is_no_damaged_file(tmp_path: Path, file: str) -> None:
+    """DeepSpeed builds its optimizer while transformers reads a checkpoint."""
+    built = compile("def build(): raise RuntimeError('Error building extension cpu_adam')", f"/lib/{file}", "exec")
+    names: dict[str, Any] = {}
+    exec(built, names)
+
+    def from_pretrained() -> None:
+        names["build"]()
+
+    with pytest.raises(RuntimeError, match="Error building"), naming_folder(str(tmp_path), within=LOADERS):
+        from_pretrained()
+
+
 # ------------------------------------------------------------------------------------------------------ files elsewhere
 
 
