@@ -36,7 +36,7 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-newest test-lowest test-vllm test-agents test-launch test-viewer test-isolation wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-newest test-lowest test-vllm test-agents test-launch test-viewer test-isolation wheel check snippets docs-tables panels mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -103,6 +103,9 @@ docs: $(VENV)/.installed-dev  ## the documentation site, in site/; strict: a bro
 
 docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from the fields of the configurations
 	$(RUN) docs/option_tables.py
+
+panels: $(VENV)/.installed  ## write the hashes of the shipped panels anew, after a change of a ready task
+	$(RUN) tests/shipped_panels.py
 
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time; SINCE=main: what changed since; RESUME=1: go on
 	$(RUN) tests/mutations.py --results benchmarks/results/mutations.jsonl $(addprefix --since ,$(SINCE)) $(if $(RESUME),--resume)

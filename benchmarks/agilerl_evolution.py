@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 
 class ConstantTarget:
-    """The probe ``constant`` of ``agile_trainers.envs.probes``: the right answer is always 4."""
+    """The probe ``constant`` of ``agile_environments.probes``: the right answer is always 4."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Return the question."""

@@ -29,7 +29,7 @@ import numpy as np
 from scipy import stats
 
 from agile_trainers.evaluation import statistics as ours
-from agile_trainers.evaluation.failures import failure_refusal
+from agile_trainers.evaluation.statistics import failure_refusal
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "evaluation_statistics.json"

@@ -24,8 +24,8 @@ from transformers.utils import logging
 from update_vs_agilerl import AGILERL, PAGE, compact
 from update_vs_trl import ROOT, with_tables
 
+from agile_environments.probes import PROBE_WORDS
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS
 
 RESULTS = ROOT / "benchmarks/results/evolution_vs_agilerl.json"
 OURS, THEIRS = ROOT / "benchmarks/population_side.py", ROOT / "benchmarks/agilerl_evolution.py"

@@ -36,8 +36,8 @@ from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
 from agile_environments.guess_number import demonstrations
+from agile_environments.probes import PROBES
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.probes import PROBES
 from agile_trainers.envs.scripted_policies import ScriptedPolicy, demonstrate
 
 RESULTS = ROOT / "benchmarks/results/learning.jsonl"

@@ -20,7 +20,7 @@ from typing import Any
 BORN = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agile_trainers.envs.probes import PROBES
+from agile_environments.probes import PROBES
 from environments.guess_number import GuessNumber
 
 WINDOW = 3

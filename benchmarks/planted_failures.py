@@ -24,9 +24,9 @@ from probes import RECIPE
 from transformers import PrinterCallback
 
 from agile_environments.guess_number import GuessNumber, demonstrations
+from agile_environments.probes import PROBE_WORDS, PROBES
 from agile_trainers.cli.demo.command import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
 from agile_trainers.embedded import make_embedded_model, words_of
-from agile_trainers.envs.probes import PROBE_WORDS, PROBES
 from agile_trainers.evaluation.diagnosis import METRICS
 from agile_trainers.trainers import find_algorithm
 
@@ -102,6 +102,20 @@ def random_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     return [random.uniform(-10, 10) for _ in completions]
 
 
+class SaysNothing(GuessNumber):
+    """Answers no guess."""
+
+    def step(self, action: str) -> Result:
+        return "", *super().step(action)[1:]
+
+
+class OneSecret(GuessNumber):
+    """Plays the same secret whatever the seed is."""
+
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
+        return super().reset(seed=6)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run: by default that of the demo, with its options."""
@@ -113,6 +127,7 @@ class Run:
     algorithm: str = "grpo"
     reward_funcs: Callable[..., Any] | None = None
     rows: Sequence[dict[str, Any]] | None = None
+    """Default: each secret once. Empty: no data set."""
     seed: int = 0
     probe: str = ""
     """Name of a probe to train on instead."""
@@ -141,6 +156,10 @@ RUNS: dict[str, Run] = {
     "NaN for one answer, reward function": Run(reward_funcs=nan_for_seven),
     "one task": Run(rows=[{"secret": 7}] * HIGH, steps=14),
     "entropy bonus": Run(options={"entropy_coef": 2.0, "max_new_tokens": 8}),
+    "temperature .01": Run(options={"temperature": 0.01}, steps=12),
+    "gamma=0": Run(probe="delayed", algorithm="reinforce", steps=8, options={"gamma": 0.0, "num_generations": 1}),
+    "empty observations": Run(SaysNothing, steps=12),
+    "one secret, no rows": Run(OneSecret, rows=()),
     "healthy, grpo": Run(steps=45),
     "healthy, reinforce": Run(steps=25, algorithm="reinforce", seed=1),
     "healthy, ppo": Run(steps=25, algorithm="ppo", seed=2, options={"learning_rate": 1e-3}),
@@ -159,6 +178,10 @@ DEMO: dict[str, Any] = {
     "max_turns": GUESSES, "max_new_tokens": 2, "num_generations": GROUP, "per_device_train_batch_size": GROUP * HIGH,
     "learning_rate": 3e-3, "entropy_coef": 0.08, "entropy_coef_schedule": "linear",
 }  # fmt: skip
+GUESSING: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage_granularity": "trajectory"}, "reinforce": {"num_generations": 1}, "ppo": {"num_generations": 1},
+}  # fmt: skip
+"""Options of an algorithm that differ from the demo's."""
 
 
 def settings(run: Run) -> dict[str, Any]:
@@ -166,10 +189,8 @@ def settings(run: Run) -> dict[str, Any]:
     if run.probe:
         spec = PROBES[run.probe]
         own = {**RECIPE, "max_turns": spec.factory.max_turns, "max_new_tokens": spec.max_new_tokens}
-    elif run.algorithm == "grpo":
-        own = {**DEMO, "advantage_granularity": "trajectory"}
     else:
-        own = {**DEMO, "num_generations": 1}
+        own = {**DEMO, **GUESSING.get(run.algorithm, {})}
     return {**LAPTOP, **own, "max_steps": run.steps, "seed": run.seed, **run.options}
 
 
@@ -195,13 +216,13 @@ def train(run: Run, folder: Path) -> Logs:
     random.seed(run.seed)
     Dies.games = 0
     base, trainer_class, chosen = base_of(run, folder), find_algorithm(run.algorithm), settings(run)
-    repeats = 1 if chosen["num_generations"] > 1 else GROUP
+    repeats, rows = 1 if chosen["num_generations"] > 1 else GROUP, secrets() if run.rows is None else run.rows
     trainer = trainer_class(
         model=str(base),
         environment=f"agile:probe/{run.probe}" if run.probe else run.environment,
         args=trainer_class.config_class(output_dir=str(folder / "run"), **chosen),
-        train_dataset=None if run.probe else Dataset.from_list(list(run.rows or secrets()) * repeats),
-        peft_config=None if run.probe else lora(),
+        train_dataset=None if run.probe or not rows else Dataset.from_list([*rows] * repeats),
+        peft_config=None if run.probe and run.algorithm != "ppo" else lora(),
         reward_funcs=run.reward_funcs,
     )
     if not run.reads_prompt:
@@ -226,6 +247,8 @@ def recorded(run: Run, logs: Logs) -> dict[str, Any]:
         "max_new_tokens": chosen["max_new_tokens"],
         "beta": chosen.get("beta", 0.0),
         "entropy_coef": chosen.get("entropy_coef", 0.0),
+        "temperature": chosen.get("temperature", 1.0),
+        "gamma": chosen.get("gamma", 1.0),
         "max_turns": chosen["max_turns"],
         "num_generations": chosen["num_generations"],
         "generation_batch_size": chosen["per_device_train_batch_size"],

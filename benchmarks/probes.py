@@ -32,8 +32,8 @@ from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
+from agile_environments.probes import PROBE_WORDS, PROBES, ProbeSpec
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS, PROBES, ProbeSpec
 from agile_trainers.trainers import MultiTurnTrainer, find_algorithm
 
 ROOT = Path(__file__).resolve().parent

@@ -10,6 +10,7 @@ ASKED_BY = {
     **{f"{name}:": library.packages for name, library in LIBRARIES.items()},
     "import evaluate": ("evaluate",),
     "--metric": ("evaluate",),
+    "import requests": ("requests",),
     "BitsAndBytesConfig": ("bitsandbytes",),
 }
 """Parts of a command or of code, and the modules that they need."""

@@ -39,7 +39,9 @@ if find_spec("vllm"):
         "tmp/vllm_dist_*",
         f"tmp/{'-'.join('?' * n for n in (8, 4, 4, 4, 12))}",
     )
-_UNTIL_EXIT = ("tmp/pymp-*", "tmp/*wandb-media", "tmp/*wandb-artifacts", "tmp/forks*")
+_UNTIL_EXIT = (
+    "tmp/pymp-*", "tmp/*wandb-media", "tmp/*wandb-artifacts", "tmp/wandb-*", "tmp/tmp*/*.table.json", "tmp/forks*",
+)  # fmt: skip
 """What this process removes itself, after pytest has ended."""
 _ELSEWHERE = re.compile(r"(XDG|WANDB|TRACKIO)_.*|HF_(HOME|.*_CACHE)|MPLCONFIGDIR|TORCHINDUCTOR_CACHE_DIR")
 """Variables by which libraries would write to other folders than these."""
@@ -99,8 +101,8 @@ def _shared() -> Iterator[str]:
     for path in set(_SHARED.glob("*")) - _shared_before:
         try:
             # Semaphores of multiprocessing do not say whose they are: a killed program beside the tests leaves the same.
-            # Workers of a vLLM server leave theirs when it ends.
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith(("sem.mp-", "vllm_dist_")):
+            # Workers of a vLLM server leave theirs when it ends, and ranks of an engine on CPUs their exchange.
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith(("sem.mp-", "vllm_dist_", "-tp:")):
                 yield str(path)
         except FileNotFoundError:
             continue

@@ -57,6 +57,7 @@ ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 PATHS = "tests/objectives/test_forest_enumeration.py"
 MIXTURE = "tests/trainers/test_mixture.py"
+PANELS = "tests/test_cli_panels.py"
 TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
@@ -78,6 +79,7 @@ STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
+EPISODES = "tests/test_cli_check_episodes.py"
 DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
 HEALTH = "tests/trainers/test_health_checks.py"
 RECORDS = "tests/records/test_records.py"
@@ -108,8 +110,8 @@ MUTATIONS = [
         "not state.is_world_process_zero or ", "", "tests/trainers/test_progress_table.py -k processes",
     ),
     Mutation(
-        "a finding that was held is lost", "monitor/progress.py",
-        "health.handle(record)", "pass", "tests/trainers/test_progress_table.py -k finding",
+        "a finding is not said", "monitor/health_checks.py",
+        "logger.warning(str(finding))", "pass", "tests/trainers/test_progress_table.py -k finding",
     ),
     Mutation(
         "a run that fails leaves its bar", "trainers/trainer.py",
@@ -230,7 +232,7 @@ MUTATIONS = [
         "if os.getpid() != own:", "if False:", "tests/rollout/test_misbehaving.py -k only_processes",
     ),
     Mutation(
-        "a changed bit is read as an episode", "records/digests.py",
+        "a changed bit is read as an episode", "records/writer.py",
         "return None if _digest(path, _stamp(path)) in listed else", "return None if listed else",
         "tests/records/test_damage.py -k flipped",
     ),
@@ -240,11 +242,11 @@ MUTATIONS = [
         "tests/records/test_damage.py -k column_of_another",
     ),
     Mutation(
-        "a stranger's path leads to itself", "records/prefixes.py",
+        "a stranger's path leads to itself", "records/schema.py",
         "if 0 <= of < k else -1", "if 0 <= of <= k else -1", "tests/records/test_recorded_paths.py -k nowhere",
     ),
     Mutation(
-        "paths store what they share again", "records/prefixes.py",
+        "paths store what they share again", "records/schema.py",
         'found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})',
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
@@ -334,7 +336,7 @@ MUTATIONS = [
         "tests/trainers/test_without_environment.py::test_every_folder_has_a_card_of_the_run",
     ),
     Mutation(
-        "the card of a pushed member loads a folder that is not there", "populations/export.py",
+        "the card of a pushed member loads a folder that is not there", "populations/population.py",
         ".replace(f'\"{name}\"', f'\"{model_id}\"')", "",
         f"{POPULATION}::test_the_winner_on_the_hub",
     ),
@@ -355,7 +357,7 @@ MUTATIONS = [
         f"{VIEWER}::test_small_options_are_shown_as_they_are",
     ),
     Mutation(
-        "a member's trainer gets a copy of the base", "populations/base.py",
+        "a member's trainer gets a copy of the base", "populations/members.py",
         "nn.Parameter(parameter.detach(), ", "nn.Parameter(parameter.detach().clone(), ",
         f"{POPULATION}::test_the_base_is_there_once_and_never_changes",
     ),
@@ -437,12 +439,8 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
     ),
     Mutation(
-        "two runs write into one folder", "checkpoints/output_lock.py",
+        "two runs write into one folder", "checkpoints/machines.py",
         "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
-    ),
-    Mutation(
-        "a busy search server is not asked again", "envs/tools/search.py",
-        "return error.code == 429 or error.code >= 500", "return False", "tests/envs/test_search.py -k back_off",
     ),
     Mutation(
         "records appear before they are complete", "records/plain.py",
@@ -1455,11 +1453,11 @@ MUTATIONS = [
         "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a tied head is cast, and the embedding with it", "adapters/rollout_weights.py",
+        "a tied head is cast, and the embedding with it", "adapters/fused.py",
         "and module.weight.data_ptr() not in embeddings", "and True", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "cast weights stay after a rollout", "adapters/rollout_weights.py",
+        "cast weights stay after a rollout", "adapters/fused.py",
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
@@ -1544,7 +1542,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k options",
     ),
     Mutation(
-        "a digest that anyone can guess the value by", "checkpoints/signing.py",
+        "a digest that anyone can guess the value by", "checkpoints/integrity.py",
         'hmac.new(key, f"{kind}', 'hmac.new(b"", f"{kind}', "tests/trainers/test_secrets.py -k key",
     ),
     Mutation(
@@ -1557,7 +1555,7 @@ MUTATIONS = [
         "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub.py -k what_is_pushed",
     ),
     Mutation(
-        "a pickle that was added to a signed checkpoint is read", "checkpoints/signing.py",
+        "a pickle that was added to a signed checkpoint is read", "checkpoints/integrity.py",
         " and files.keys() >= set(found)", "", "tests/adapters/test_signing.py",
     ),
     Mutation(
@@ -1565,7 +1563,7 @@ MUTATIONS = [
         'r"global_step[0-9]{1,18}"', 'r".*"', "tests/adapters/test_strangers.py -k latest",
     ),
     Mutation(
-        "a pickle of an unknown name needs no signature", "checkpoints/signing.py",
+        "a pickle of an unknown name needs no signature", "checkpoints/integrity.py",
         "PurePosixPath(name).suffix not in _DATA and not", "name.endswith('.pt') and not",
         "tests/adapters/test_strangers.py -k pickle",
     ),
@@ -1594,7 +1592,7 @@ MUTATIONS = [
         "tests/adapters/test_damaged_models.py -k weights",
     ),
     Mutation(
-        "the loaders' own errors come through", "adapters/model_folders.py",
+        "the loaders' own errors come through", "adapters/untrusted.py",
         'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k one_kind",
     ),
     Mutation(
@@ -1603,7 +1601,7 @@ MUTATIONS = [
         "tests/adapters/test_strangers.py -k trainer_state",
     ),
     Mutation(
-        "the first alternative of a form is enough", "adapters/forms.py",
+        "the first alternative of a form is enough", "adapters/folders.py",
         "if None not in found:", "if found[0] is not None:",
         "tests/adapters/test_strangers.py -k every_option",
     ),
@@ -1621,7 +1619,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k special_token",
     ),
     Mutation(
-        "a key that others can read signs", "checkpoints/signing.py", "& 0o077:", "& 0:",
+        "a key that others can read signs", "checkpoints/integrity.py", "& 0o077:", "& 0:",
         "tests/adapters/test_signing.py -k others",
     ),
     Mutation(
@@ -1647,7 +1645,7 @@ MUTATIONS = [
         "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
-        "any signature will do", "checkpoints/signing.py",
+        "any signature will do", "checkpoints/integrity.py",
         "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_signing.py",
     ),
     Mutation(
@@ -1835,7 +1833,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
-        '("minimax", "nemotron_h", "zamba2")', "()", "tests/rollout/test_generators.py -k minimax",
+        '"mamba2", "minimax",', '"mamba2",', "tests/rollout/test_generators.py -k minimax",
     ),
     Mutation(
         "a layer that is computed again is not planned for", "cli/check/tracing.py",
@@ -1879,12 +1877,70 @@ MUTATIONS = [
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
-        "others[n] == repeated[n] != alone[n]", "others[n] == repeated[n] == alone[n]",
+        "if others[n] != alone[n]]", "if others[n] == alone[n]]",
         "tests/test_cli_check.py -k reason_not",
     ),
     Mutation(
         "a check plays again on new instances alone", "cli/check/plays.py",
         "[[n] for n in range(len(games))])", "[list(range(len(games)))])", "tests/test_cli_check.py -k reason_not",
+    ),
+    Mutation(
+        "a list of a class passes for randomness", "cli/check/plays.py",
+        "if len(new) < len(games) or", "if True or", EPISODES,
+    ),
+    Mutation(
+        "randomness passes for a list of a class", "cli/check/plays.py",
+        " or new != _replayed(run, games, alone_in, apart=True):", ":", EPISODES,
+    ),
+    Mutation(
+        "answers are not given at other starts", "cli/check/plays.py",
+        "for game in given for spec in starts]", "for game in given for spec in [game.spec] * len(starts)]", EPISODES,
+    ),
+    Mutation(
+        "a game whose secret the prompt does not show is one task", "cli/check/plays.py",
+        "all(result == results[0] for", "all(result[0] == results[0][0] for", EPISODES,
+    ),
+    Mutation(
+        "to hold out is a win that is cut short", "cli/check/sections.py",
+        "if won and (longest == 1 or any(len(episode.turns) < longest for episode in won)):", "if won:", EPISODES,
+    ),
+    Mutation(
+        "an environment that pays at the limit is said to be cut", "cli/check/sections.py",
+        'hidden = (*OF_POLICY, "episodes_cut") if meant else OF_POLICY', "hidden = OF_POLICY", EPISODES,
+    ),
+    Mutation(
+        "a range that returns contradict passes a check", "cli/check/sections.py",
+        "and not within(returns, limits):", "and False:", EPISODES,
+    ),
+    Mutation(
+        "a reward that each turn gets for itself is missed", "evaluation/diagnosis.py",
+        " or early > EARLY * spread:", ":", DIAGNOSIS,
+    ),
+    Mutation(
+        "a discount is none", "evaluation/diagnosis.py",
+        "0.0 if own else options.gamma ** (turns - 1)", "0.0 if own else 1.0", DIAGNOSIS,
+    ),
+    Mutation(
+        "a low temperature is named last", "evaluation/diagnosis.py",
+        "if first is None or first > STIFF:", "if True:", DIAGNOSIS,
+    ),
+    Mutation(
+        "empty observations are no finding", "evaluation/diagnosis.py",
+        "if empty is not None and empty >= EMPTY and", "if False and", DIAGNOSIS,
+    ),
+    Mutation(
+        "hidden secrets are one task", "monitor/health_metrics.py",
+        " and all(len(told) == 1 for told in results.values()))", ")", "tests/trainers/test_health_metrics.py",
+    ),
+    Mutation(
+        "the last turn is an early one", "rollout/metrics.py",
+        "sum(turn.reward for turn in trajectory.turns[:-1])", "sum(turn.reward for turn in trajectory.turns)",
+        "tests/rollout/test_metrics.py",
+    ),
+    Mutation(
+        "an extension that cannot be built is a damaged file", "adapters/untrusted.py",
+        "if built or (within", "if (within",
+        "tests/adapters/test_damaged_models.py -k built",
     ),
     Mutation(
         "a reward that pays for failure passes a check", "cli/check/rewards.py",
@@ -2125,11 +2181,11 @@ MUTATIONS = [
         "self.asked or os.getppid() != self._parent", "False", "tests/envs/test_agent_command.py -k killed_training",
     ),
     Mutation(
-        "a program that kills its keeper leaves processes", "envs/agent_command.py",
+        "a program that kills its keeper leaves processes", "envs/agent.py",
         "if not self._ending:", "if False:", "tests/envs/test_agent_command.py -k kills_what_keeps_it",
     ),
     Mutation(
-        "an agent's program gets every variable", "envs/agent_command.py",
+        "an agent's program gets every variable", "envs/agent.py",
         'if name in _PASSED_ON or name.startswith("LC_")', "if name",
         "tests/envs/test_agent_command.py -k what_a_program_gets",
     ),
@@ -2165,17 +2221,17 @@ MUTATIONS = [
         "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
-        "an isolated program uses the network", "envs/isolation/programs.py",
+        "an isolated program uses the network", "envs/isolation/levels.py",
         '"--unshare-all", "--unshare-user"', '"--unshare-user", "--unshare-pid"',
         "tests/envs/test_agent_isolation.py -k nothing_else",
     ),
     Mutation(
-        "an isolated program reads what it was not given", "envs/isolation/programs.py",
+        "an isolated program reads what it was not given", "envs/isolation/levels.py",
         'for one in (path, os.path.realpath(path)):', 'for one in (path, os.path.realpath(path), "/"):',
         "tests/envs/test_agent_isolation.py -k nothing_else",
     ),
     Mutation(
-        "a program is isolated where it cannot be", "envs/isolation/programs.py",
+        "a program is isolated where it cannot be", "envs/isolation/levels.py",
         "if chosen not in (BUBBLEWRAP, NONE):", "if False:",
         "tests/envs/test_agent_isolation.py -k refused",
     ),
@@ -2185,16 +2241,16 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k takes_too_long",
     ),
     Mutation(
-        "programs start in the event loop", "envs/agent_command.py",
+        "programs start in the event loop", "envs/agent.py",
         "await in_thread(keeper.start)", "keeper.start()",
         "tests/envs/test_agent_command.py -k outside_the_event_loop",
     ),
     Mutation(
-        "a program that is cancelled while it starts goes on", "envs/agent_command.py",
+        "a program that is cancelled while it starts goes on", "envs/agent.py",
         "if self._ending:  # which came", "if False:  # which came", "tests/envs/test_agent_command.py -k cancelled",
     ),
     Mutation(
-        "a cancelled episode leaves its program", "envs/agent_command.py",
+        "a cancelled episode leaves its program", "envs/agent.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),
     Mutation(
@@ -2344,12 +2400,48 @@ MUTATIONS = [
         "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
     ),
     Mutation(
+        "results of two panels are compared", "evaluation/panels.py",
+        "if first.panel.hash != other.panel.hash:", "if False:", f"{PANELS} -k not_comparable",
+    ),
+    Mutation(
+        "results on a panel are compared however they were played", "evaluation/panels.py",
+        "found = differing(SETTINGS)", "found = differing(())", f"{PANELS} -k not_comparable",
+    ),
+    Mutation(
+        "episodes of a panel's results may be repeated or reordered", "evaluation/panels.py",
+        "if (place := _first(keys, expected)) is not None:", "if False:", f"{PANELS} -k results_edited",
+    ),
+    Mutation(
+        "a success is changed by hand in a panel's results", "evaluation/panels.py",
+        'if content.get("digest") != sealed(content)["digest"]:', "if False:", f"{PANELS} -k changed_by_hand",
+    ),
+    Mutation(
+        "seeds of a panel are chosen", "evaluation/panels.py",
+        "if (place := _first(panel.seeds, derived)) is not None:", "if False:", f"{PANELS} -k panel_edited",
+    ),
+    Mutation(
+        "an environment of a panel starts otherwise", "evaluation/panels.py",
+        "if (place := _first(starts, panel.starts)) is not None:", "if False:", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "the environment that another one wraps is no part of its version", "evaluation/panels.py",
+        "(function, named, *_classes(made))", "(function, named)", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "a panel of an environment that ignores its seed", "evaluation/panels.py",
+        "if _PARTS[0] not in repeats:", "if False:", f"{PANELS} -k without_fixed",
+    ),
+    Mutation(
+        "rows of a panel are in another order", "evaluation/panels.py",
+        "(place := _first(hashes, panel.rows)) is not None:", "False:", f"{PANELS} -k rows_of",
+    ),
+    Mutation(
         "greedy evaluation samples", "evaluation/policy.py",
         "do_sample=sampling.do_sample and not greedy", "do_sample=sampling.do_sample",
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
     Mutation(
-        "evaluation of the base below an adapter", "evaluation/loading.py",
+        "evaluation of the base below an adapter", "evaluation/policy.py",
         "        policy = load_policy(saved, **init)\n", "        policy = load_policy(saved, **init).unload()\n",
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
@@ -2474,7 +2566,7 @@ MUTATIONS = [
         "key = alike, seen[alike, run.info[\"seed\"]]", "key = alike", f"{LABELS} -k seed_alone",
     ),
     Mutation(
-        "a population's page opens at the member that lived longest", "viewer/population.py",
+        "a population's page opens at the member that lived longest", "viewer/parts.py",
         "not member[\"winner\"], -member", "-member", f"{LABELS} -k winner",
     ),
     Mutation(
@@ -2862,7 +2954,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_faults.py -k faults_of_some",
     ),
     Mutation(
-        "the key goes to a proxy", "envs/agent_calls.py",
+        "the key goes to a proxy", "envs/agent.py",
         'urllib.request.ProxyHandler({})',
         'urllib.request.ProxyHandler()',
         "tests/rollout/agents/test_server.py -k proxy",
@@ -2987,6 +3079,10 @@ MUTATIONS = [
     Mutation(
         "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",
         "    killed = kill_descendants(kept.pid)\n    kept.", "    killed = None\n    kept.", STARTED,
+    ),
+    Mutation(
+        "a server is killed before it can remove its shared memory", "envs/isolation/process_tree.py",
+        "        os.kill(kept.pid, signal.SIGTERM)\n", "        os.kill(kept.pid, signal.SIGKILL)\n", STARTED,
     ),
     Mutation(
         "a server does not end with its trainer", "envs/isolation/process_tree.py",

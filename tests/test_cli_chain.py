@@ -24,8 +24,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.cli.chain.rows import supervised_rows
-from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline
+from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, supervised_rows
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError
@@ -421,7 +420,7 @@ def test_usual_columns_are_read(row: dict, read: dict, pipeline: dict, tmp_path:
     pipeline["stages"][0] |= {"dataset": str(tmp_path / "own.jsonl"), "assistant_only_loss": False}
     parsed, told = parse_pipeline(pipeline), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agile_trainers.cli.chain.rows.logger.warning", told.append)
+        patch.setattr("agile_trainers.cli.chain.stages.logger.warning", told.append)
         chain._checked(parsed)
     assert supervised_rows(parsed.stages[0], parsed.model).to_list() == [read]
     plain = "Stage 'sft' trains on plain text (text), but stage 'grpo' plays in the chat template"

@@ -115,6 +115,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "option of check": (["check", *GUESS, "--epizodes", "3"], r"--epizodes; did you mean --episodes"),
     "configuration of check": (["check", *GUESS, "--config", "twice.yaml"], r"'max_steps' is given twice"),
     "environment of eval": (["eval", "model", "--environment", "agile:guess_nmber"], r"agile:guess_number.*agile-trainers envs"),
+    "eval without environment": (["eval", "model"], r"--environment is missing: .*agile:guess_number"),
     "environment of eval twice": (["eval", "model", *GUESS, "agile:guess_number"], r"'agile:guess_number' twice"),
     "model of eval": (["eval", "./modle", *GUESS], r"MODEL='./modle'; did you mean model\?"),
     "model that eval compares with": (["eval", "model", *GUESS, "--against", "./modle"], r"--against='./modle'; did you mean model\?"),

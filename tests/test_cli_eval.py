@@ -70,7 +70,7 @@ def test_an_adapter_against_its_base(
     for expected in ("success", "return", "turns", "stop: max_turns", "No difference shown", "for 2 comparisons"):
         assert expected in shown
     results = sorted(tmp_path.glob("eval-*/results.json"))
-    assert len(results) == 2 and len(list(tmp_path.glob("eval-*/results.png"))) == 2, "two evaluations stay apart"
+    assert len(results) == 2, "two evaluations stay apart"
     contents = [json.loads(path.read_text()) for path in results]
     two, one = sorted(contents, key=lambda it: len(it["environments"][0]["policies"]))
     assert one["environments"][0]["policies"][0]["success"] == two["environments"][0]["policies"][0]["success"]

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import parse_pipeline
+from agile_trainers.cli.evolve.command import MemberProgress
 from agile_trainers.cli.evolve.plan import read_population
-from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.populations import PBT, Lineage, LineageEvent, Round, Tournament

@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM
 from agile_environments.guess_number import demonstrations, halving_policy, random_policy
 from agile_trainers.checkpoints.model_card import moving_average
 from agile_trainers.cli.demo import command as demo
-from agile_trainers.cli.demo import report
-from agile_trainers.cli.demo.command import Budget
-from agile_trainers.cli.demo.report import DemoScore
+from agile_trainers.cli.demo.command import Budget, DemoScore, some_games
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
@@ -117,6 +115,6 @@ def test_games_shown_are_the_longest_of_the_last_evaluation(tmp_path: Path) -> N
     writer = RecordWriter(tmp_path, {})
     writer.write_eval(160, "eval", [episode(1, 1), episode(2, 3), episode(3, 2), episode(2, 3)])
     writer.write_train(159, [episode(8, 4)])
-    games = report.some_games(tmp_path / "rollouts", count=2).split("\n\n")
+    games = some_games(tmp_path / "rollouts", count=2).split("\n\n")
     assert [game.splitlines()[-1] for game in games] == [f"(the number was {n}; return +1.0)" for n in (2, 3)]
     assert games[1].splitlines()[:3] == ["environment: Guess.", "      model: 1", "environment: higher"]

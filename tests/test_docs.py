@@ -103,6 +103,7 @@ def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "my_agent.py").write_text(
         (ROOT / "tests/trainers/asking.py").read_text(encoding="utf-8") + "\n\nsolve = talks\n", encoding="utf-8"
     )
+    (tmp_path / "state_scores.py").write_bytes((ROOT / "examples/state_scores.py").read_bytes())
     (tmp_path / "model").symlink_to(embedded_model)
     DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
     monkeypatch.chdir(tmp_path)
@@ -182,8 +183,8 @@ def any_number(name: str, form: str = "{}") -> Callable[[dict[str, Any]], list[f
 
 def any_word(namespace: dict[str, Any]) -> list[float]:
     """Every word of the probes, each in an episode of its own."""
+    from agile_environments.probes import PROBE_WORDS
     from agile_trainers.envs import make_environment_factory
-    from agile_trainers.envs.probes import PROBE_WORDS
 
     factory = make_environment_factory("agile:probe/constant")
     return [answers_to(factory(), word) for word in PROBE_WORDS]
@@ -251,6 +252,12 @@ def two_and_two(namespace: dict[str, Any]) -> list[float]:
     return [answers_to(namespace["trainer"].environment(), answer) for answer in ("5", "It is 4.")]
 
 
+def climbs(namespace: dict[str, Any]) -> list[float]:
+    """The shaped return is that of the task, whose first score is 0."""
+    environment = namespace["trainer"].environment()
+    return [answers_to(environment, *moves) for moves in (["down"] * 5, ["down", "up", "up", "up", "up"])]
+
+
 GEM = any_number("gem:game:GuessTheNumber-v0-easy", "\\boxed{{{}}}")
 GUESS = any_number("agile:guess_number")
 EARNED = {
@@ -258,6 +265,7 @@ EARNED = {
     "docs/algorithms.md": [GUESS],
     "docs/async.md": [GUESS],
     "docs/grpo.md": [GEM],
+    "docs/late_turns.md": [climbs],
     "docs/own_loss.md": [any_word, any_word],
     "docs/ppo.md": [GUESS],
     "docs/reinforce.md": [GUESS],
@@ -334,6 +342,7 @@ def test_commands_are_understood(
 def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As typed, up to where a model would be trained or a person asked."""
     from agile_trainers.cli import main, train, view
+    from agile_trainers.cli.eval.command import make_parser
 
     if arguments[0] == "chain":
         Path("pipeline.yaml").write_text(pipeline(of("yaml")[0]), encoding="utf-8")
@@ -348,6 +357,14 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     elif arguments[0] == "play":
         monkeypatch.setattr("sys.stdin", io.StringIO("crane\nstale\n"))
         assert main.main(arguments) == 0
+    elif arguments[0] == "panel":
+        assert main.main([*arguments, "--episodes", "3"]) == 0
+    elif "--compare" in arguments:  # tests/test_cli_panels.py does
+        make_parser().parse_args(arguments[1:])
+    elif "--panel" in arguments:
+        assert main.main(["panel", "make", "agile:guess_number", "--episodes", "3", "--output", "panel.json"]) == 0
+        given = [re.sub("runs/demo/.*", "model", one) for one in arguments]
+        assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "eval":
         given = [re.sub("runs/(demo|tutorial)/.*", "model", one) for one in arguments]
         given[given.index("--episodes") + 1] = "3"

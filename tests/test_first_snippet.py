@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from doc_blocks import SNIPPET
 
-from agile_trainers.envs.probes import PROBE_WORDS
+from agile_environments.probes import PROBE_WORDS
 
 EXCHANGED = {
     r'"Qwen/[^"]+"': "MODEL",

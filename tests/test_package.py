@@ -38,7 +38,7 @@ IMPORTING = ("import_module", "__import__", "resolve_name")
 """Functions that import by a name."""
 IMPORTS_WHAT_IT_IS_TOLD = {
     "imports.py", "cli/run_files.py", "cli/environments.py", "envs/context.py", "envs/libraries/gem.py",
-    "envs/libraries/gymnasium.py", "envs/libraries/textarena.py", "envs/libraries/trl_tools.py",
+    "envs/libraries/gymnasium.py", "envs/libraries/textarena.py",
     "envs/libraries/__init__.py",
 }  # fmt: skip
 """Files that import by a name from elsewhere: of the user, of a ready task, or of the library that the file adapts."""
@@ -165,8 +165,8 @@ def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
     file = tmp_path / "planted.py"
     file.write_text(f"{planted}\n", encoding="utf-8")
     imports = {module_of(path): files_imported(path, at_run_time=True) for path in FILES}
-    imports["agile_trainers.envs.agent_calls"] |= files_imported(file, at_run_time=True)
-    assert set(circle(imports)) == {"agile_trainers.envs.agent", "agile_trainers.envs.agent_calls"}
+    imports["agile_trainers.envs.agent"] |= files_imported(file, at_run_time=True)
+    assert set(circle(imports)) == {"agile_trainers.envs.agent"}
 
 
 def test_objectives_import_nothing_of_the_package() -> None:

@@ -31,10 +31,9 @@ from agile_trainers.adapters.lora_settings import (
     merged_config,
     padded,
 )
-from agile_trainers.adapters.model_folders import check_model_folder, hub_file, naming_folder
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
 from agile_trainers.adapters.sharding import assign_parameter
-from agile_trainers.adapters.untrusted import check_patterns
+from agile_trainers.adapters.untrusted import check_model_folder, check_patterns, hub_file, naming_folder
 from agile_trainers.imports import find_model_folder, nearest_folder
 
 logger = logging.get_logger(__name__)

@@ -27,17 +27,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.adapters.forms import WITHHELD
-from agile_trainers.checkpoints.integrity import MARKER, POSITION, mark_complete
-from agile_trainers.checkpoints.signing import keyed_digest
+from agile_trainers.adapters.folders import RECORD, WITHHELD, read_json, write_json
+from agile_trainers.checkpoints.integrity import MARKER, POSITION, keyed_digest, mark_complete
 from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
-from agile_trainers.records.digests import DIGESTS
 from agile_trainers.records.plain import replacing, to_json
 from agile_trainers.records.reader import read_rows
-from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, write_episodes
+from agile_trainers.records.writer import DIGESTS, FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, write_episodes
 
 logger = logging.get_logger(__name__)
 

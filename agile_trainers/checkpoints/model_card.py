@@ -517,5 +517,5 @@ def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:
 
 
 def _key(task: str, environment: str, metric: str, name: str | None, arguments: Any) -> tuple[Any, ...]:
-    played = {key: (arguments or {}).get(key) for key in ("limits", "episodes_of")}
+    played = {key: (arguments or {}).get(key) for key in ("limits", "episodes_of", "panel")}
     return task, environment, metric, name, played

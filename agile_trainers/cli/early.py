@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agile_trainers.cli import OWN_MODULES
 from agile_trainers.cli.chain.keys import check_needed_keys, check_stage_keys
-from agile_trainers.cli.commands import OWN_MODULES
 from agile_trainers.cli.preflight import check_output, environment_arguments, missing
 from agile_trainers.cli.yaml_files import naming_place, read_yaml
 from agile_trainers.config.other_names import OTHER_NAMES, meant
@@ -89,8 +89,11 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
     for option in _MODELS:
         for name in given.get(option, []):
             find_model_folder(name, option if option != "--model_name_or_path" else "model_name_or_path")
-    if command == "eval" and arguments and not arguments[0].startswith("-"):
-        find_model_folder(arguments[0], "MODEL")
+    if command == "eval":
+        if arguments and not arguments[0].startswith("-"):
+            find_model_folder(arguments[0], "MODEL")
+        if "--environment" not in given:
+            raise ValueError("--environment is missing: the id of an environment to play, such as agile:guess_number.")
     _check_environments(command, options)
     for folder in given.get("--output_dir", [])[:1]:
         check_output(folder)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from agile_trainers.cli.commands import COMMANDS, OWN_MODULES
+from agile_trainers.cli import COMMANDS, OWN_MODULES
 from agile_trainers.cli.errors import guard, take_debug
 from agile_trainers.imports import nearest
 from agile_trainers.trainers.registry import algorithm_names

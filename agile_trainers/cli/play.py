@@ -65,9 +65,6 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     parser = make_parser()
     options = parser.parse_args(argv)
     console = console or Console()
-    for name in ("episodes", "max_turns", "max_new_tokens", "max_model_length"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
     factory = make_environment_factory(options.environment, **options.environment_args)
     agent = agent_of(factory)
     if agent is not None:

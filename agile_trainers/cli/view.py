@@ -11,7 +11,7 @@ from pathlib import Path
 from agile_trainers.cli.errors import printable
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
-from agile_trainers.viewer.population import with_members
+from agile_trainers.viewer.parts import with_members
 from agile_trainers.viewer.server import LiveRuns, Server
 
 _ABOUT = (
@@ -52,12 +52,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.megabytes <= 0:
-        parser.error(f"--megabytes must be positive, got {options.megabytes:g}")
     if options.serve and options.output is not None:
         parser.error("--output has no effect with --serve, which writes no file: leave one of them out")
-    if not options.serve and options.port:
-        parser.error(f"--port {options.port} has no effect without --serve: add it, or leave --port out")
     return _serve(options) if options.serve else _write(options)
 
 

@@ -21,6 +21,8 @@ GROUPS = 8
 """Number of groups of one update by default."""
 EPISODES = 64
 """Number of episodes of one update by default, for an algorithm without groups."""
+FEWEST = 8
+"""Number of episodes of one update, and twice that of a group, below which learning is unlikely."""
 
 
 def micro_batch(args: Any) -> int:
@@ -84,10 +86,10 @@ def unlikely_to_learn(args: Any, *, adapter: bool) -> list[str]:
             f"Leave learning_rate unset ({LORA_LEARNING_RATE}), or set a larger one."
         )
     episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if not args.groupless and episodes < 2 * args.num_generations:
+    if episodes < max(2 * args.num_generations, FEWEST):
+        group = "" if args.groupless else f" in groups of {args.num_generations}"
         found.append(
-            f"An update sees {episodes} episodes, one group of num_generations={args.num_generations}; if their rewards "
-            "are equal, it has no gradient. Leave gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} unset, or raise it."
+            f"An update sees {episodes} episodes{group}: their noise outweighs what they teach, and equal rewards give no "
+            f"gradient. Leave gradient_accumulation_steps={args.gradient_accumulation_steps} unset, or raise it."
         )
     return found

@@ -383,7 +383,7 @@ async def _check(
     with_context: bool,
 ) -> None:
     instances: list[Environment] = []
-    random_state = _random_state()
+    before = random_state()
     try:
         for _ in range(2):
             watch.begin("the factory")
@@ -394,7 +394,7 @@ async def _check(
             first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
             _compare(first, second, seed, report)
             _check_lengths(first, seed, report)
-        if random_state != _random_state():
+        if before != random_state():
             report.warn(
                 "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
                 "depend on other code in the process; use a separate random.Random or numpy Generator"
@@ -512,13 +512,13 @@ def _compare(
     if start != other_start:
         report.warn(
             f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
-            "a group would not start from the same state; derive all randomness of reset from the seed",
+            "a group would not start from the same state; let reset depend on its seed alone",
             "environment_ignores_seed",
         )
     elif [step[:4] for step in first[1]] != [step[:4] for step in second[1]]:
         report.warn(
-            f"the same actions after reset(seed={seed}) gave different results on two instances: runs will not be "
-            "reproducible; derive all randomness of step from the seed of the last reset"
+            f"the same actions after reset(seed={seed}) gave different results on two instances: members of a group would "
+            "not play the same task; let results depend on the seed and the answers alone"
         )
     if start == "":
         report.warn(f"reset(seed={seed}) gave an empty observation: the model sees nothing")
@@ -547,7 +547,8 @@ def _text(observation: Observation) -> str:
     return "\n".join(str(message["content"]) for message in observation)
 
 
-def _random_state() -> tuple[Any, ...]:
+def random_state() -> tuple[Any, ...]:
+    """Return the state of the process's random generators."""
     numpy_state = np.random.get_state(legacy=False)["state"]
     return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
 

@@ -185,23 +185,16 @@ def as_history(value: Any, name: str = "history") -> History | None:
         found: Any = pkgutil.resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name}={value!r} names no function: {error}. Ready ones are 'full', {ready}.") from error
-    if not callable(found):
-        raise ValueError(f"{name}={value!r} is {found!r}; expected a function from messages to messages.")
     return _checked(found, f"{name}={value!r}")
 
 
 def _checked(found: Callable[..., Any], given: str) -> History:
     """Return a function if it can be called with messages."""
-    if isinstance(found, type):
-        raise ValueError(
-            f"{given} is a class; expected a function from messages to messages, such as an instance of it."
-        )
-    for kind, test in (
-        ("an async function", inspect.iscoroutinefunction),
-        ("a generator", inspect.isgeneratorfunction),
-    ):
-        if test(found) or test(type(found).__call__):
-            raise ValueError(f"{given} is {kind}; expected a plain function that returns a list of messages.")
+    if isinstance(found, type) or not callable(found):
+        raise ValueError(f"{given} is {found!r}; expected a function from messages to messages.")
+    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
+    if any(test(one) for test in tests for one in (found, type(found).__call__)):
+        raise ValueError(f"{given} awaits or yields; expected a plain function that returns a list of messages.")
     try:
         signature = inspect.signature(found)
     except ValueError:  # some built-in functions have none

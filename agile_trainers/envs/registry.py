@@ -25,8 +25,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from agile_trainers.envs.agent import Agent
-from agile_trainers.envs.agent_command import CommandAgent
+from agile_trainers.envs.agent import Agent, CommandAgent
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest
@@ -127,14 +126,9 @@ def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, A
         )
     factories = {}
     for name, one in environment.items():
-        given = arguments.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"environment_args[{name!r}] must be a mapping of names to values, got a {type(given).__name__}."
-            )
         try:
-            factories[name] = make_environment_factory(one, **given)
-        except (ValueError, ImportError) as error:
+            factories[name] = make_environment_factory(one, **(arguments.get(name) or {}))
+        except (ValueError, ImportError, TypeError) as error:
             raise type(error)(f"environment {name!r}: {error}") from error
     return factories
 
@@ -235,9 +229,9 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
 
 def _tasks() -> dict[str, str]:
     from agile_environments import TASKS
-    from agile_trainers.envs.probes import PROBES
+    from agile_environments.probes import PROBES
 
-    probes = {f"probe/{name}": f"{__package__}.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
+    probes = {f"probe/{name}": f"agile_environments.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
     return {**TASKS, **probes}
 
 
@@ -252,24 +246,17 @@ def _agent(found: Any, kwargs: dict[str, Any], name: str) -> Agent:
     """Make an agent of one, of a function that is one, or of a class or function that makes one of these."""
     if isinstance(found, Agent):
         return found.with_arguments(**kwargs)
-    expected = (
-        "an agent is a function of (model, task), an Agent, or a class or function that makes one of these. Environment "
-        "arguments are its keyword arguments"
-    )
-    if not callable(found):
-        raise ValueError(f"{name} is a {type(found).__name__}; {expected}.")
-    if not inspect.isclass(found) and _takes(found, ("model", "task"), kwargs):
+    if callable(found) and not inspect.isclass(found) and _takes(found, ("model", "task"), kwargs):
         return Agent(found).with_arguments(**kwargs)
-    if not _takes(found, (), kwargs):
-        raise ValueError(
-            f"{name} is called neither with (model, task) nor alone, given {_named(kwargs)}: its signature is "
-            f"{inspect.signature(found)}; {expected}."
-        )
-    made = found(**kwargs)
+    made = found(**kwargs) if callable(found) and _takes(found, (), kwargs) else None
     if isinstance(made, Agent):
         return made
     if not callable(made) or not _takes(made, ("model", "task"), {}):
-        raise ValueError(f"{name} made a {type(made).__name__} from {_named(kwargs)}; {expected}.")
+        kind = f"its signature is {inspect.signature(found)}" if callable(found) else f"it is a {type(found).__name__}"
+        raise ValueError(
+            f"{name} is no agent, given {_named(kwargs)}: {kind}. An agent is a function of (model, task), an Agent, or a "
+            "class or function that makes one of these. Environment arguments are its keyword arguments."
+        )
     return Agent(made)
 
 
@@ -294,14 +281,10 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
         )
     if not callable(make):
         kind = type(make).__name__
-        if not isinstance(make, type(inspect)) and hasattr(make, "reset"):
-            raise ValueError(
-                f"{name} is an instance; every episode has one of its own. Pass the class {kind}, or "
-                f"trl_environment({kind}) if its methods are tools of TRL's environment_factory."
-            )
         raise ValueError(
             f"{name} ({kind}) is neither an environment id nor a callable that makes one. Pass an id such as "
-            "'agile:guess_number', a class, a function without arguments, or a dict of these by name."
+            "'agile:guess_number', a class, a function without arguments, or a dict of these by name; of an object whose "
+            "methods are tools, as in TRL's environment_factory, trl_environment() of its class."
         )
     try:
         signature = inspect.signature(make)

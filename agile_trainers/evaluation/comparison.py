@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from agile_trainers.evaluation.failures import difference_bounds, failure_refusal
 from agile_trainers.evaluation.results import EpisodeResults, paired_units, reported_together
 from agile_trainers.evaluation.statistics import (
     FEWEST_UNITS,
     LEVEL,
     Interval,
     are_independent_successes,
+    difference_bounds,
     difference_test,
+    failure_refusal,
     holm,
     refusal,
     smallest_p_value,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import inf, isnan
+from math import atanh, inf, isnan, tanh
 from statistics import fmean
 from typing import Any
 
@@ -62,8 +62,10 @@ UNREAD_AFTER = 100
 """Batches before which a policy may still learn what all prompts have in common, before it reads them."""
 CUT_IN_PART = 0.6
 """Share of episodes cut short from which a run that does not improve may need longer ones."""
-UNPAID = 0.2
+UNPAID = 0.3
 """Correlation of reward and success below which the reward does not pay for success."""
+UNPAID_ERRORS = 3.0
+"""Standard errors by which it must lie below."""
 FAILING = 0.1
 """Share of failed episodes from which the other episodes say nothing of the run."""
 REPEATED = 10
@@ -71,6 +73,14 @@ REPEATED = 10
 PINNED = 1.0
 """Smallest ``beta`` that can hold the policy at its reference. Normalized advantages A allow a divergence of about
 Var(A) / (2 beta^2) nats."""
+STIFF = 0.05
+"""Entropy of the first batch, in nats a token, up to which the members of a group give the same answers."""
+EMPTY = 0.95
+"""Share of the observations between two answers that say nothing from which a policy learns nothing of what it did."""
+EARLY = 0.2
+"""Spread of what is earned before the last turn, in that of an episode's return, up to which the reward comes at the end."""
+CREDITED = 0.01
+"""Share of the last reward up to which discounting leaves a first answer without credit."""
 EVERY = 0.9
 """Share of the turns that could begin a new path from which a history rewrites at every turn."""
 TOO_FEW = 0.4
@@ -110,6 +120,8 @@ class Evidence:
     """One sentence."""
     size: float = 1.0
     """Severity, larger is worse. A finding is reported again when this has doubled."""
+    advice: str = ""
+    """What to change, where the numbers tell more than the advice of the health check."""
 
 
 @dataclass
@@ -239,7 +251,12 @@ def _solved(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     first = history.first("success") or 0.0
     since = " from the first batches on" if history.patience and first >= SOLVED else ""
-    return Evidence(f"Solved: {success:.0%} of the latest episodes succeeded{since}.")
+    alike = history.last("seeds_alike", 1) == [1.0]
+    where = ", in the same task: seeds make no difference" if alike else ""
+    advice = "What was learned holds for this task alone: derive the task from the seed of reset, unless one is meant."
+    return Evidence(
+        f"Solved: {success:.0%} of the latest episodes succeeded{since}{where}.", advice=advice if alike else ""
+    )
 
 
 def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
@@ -247,7 +264,19 @@ def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
     if none is None or (success is not None and not UNSOLVED < success < NEARLY_SOLVED):
         return None
     known = "" if success is None else f" (success {success:.0%})"
-    return Evidence(f"{none:.0%} of the latest episodes had no advantage{known}.")
+    return _of_sampling(history, options, f"{none:.0%} of the latest episodes had no advantage{known}.")
+
+
+def _of_sampling(history: MetricHistory, options: Any, text: str) -> Evidence:
+    """Return evidence that answers do not differ; if they hardly varied from the start, with what makes them."""
+    first = history.start("entropy")
+    if first is None or first > STIFF:
+        return Evidence(text)
+    return Evidence(
+        f"{text} The entropy was {first:.2g} nats a token from the start, so that the members of a group give the same "
+        f"answers (temperature={options.temperature:g}).",
+        advice="Raise temperature (1.0 samples the policy as it is); top_k, top_p and min_p narrow it too.",
+    )
 
 
 def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
@@ -276,7 +305,9 @@ def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
     none, success = _without_advantage(history, options), history.mean("success")
     if none is None or success is None or success > UNSOLVED:
         return None
-    return Evidence(f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage.")
+    return _of_sampling(
+        history, options, f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage."
+    )
 
 
 def _too_easy(history: MetricHistory, options: Any) -> Evidence | None:
@@ -295,7 +326,7 @@ def _entropy_collapse(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     if (history.mean("success") or 0.0) >= EASY:
         return None  # a task that is almost solved may be played without exploring
-    return Evidence(f"The entropy is {now:.2g} nats a token; it began at {first:.2g}.")
+    return _of_sampling(history, options, f"The entropy is {now:.2g} nats a token; it began at {first:.2g}.")
 
 
 def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
@@ -317,7 +348,12 @@ def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
 
 def _prompts_unread(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.last("prompt_information", UNREAD_FOR)
-    success = history.mean("success")
+    success, empty = history.mean("success"), history.mean("observations_empty", 2 * BATCHES)
+    if empty is not None and empty >= EMPTY and (success or 0.0) < EASY and not history.rose("success"):
+        return Evidence(
+            f"{empty:.0%} of the observations between two answers are empty: the model does not see what its answers did.",
+            advice="Return what happened from step, and all that the next answer needs.",
+        )
     if not history.patience or not values or max(values) > UNREAD or (success or 0.0) >= EASY:
         return None
     if len(history.last("reward", 2 * UPDATES)) < 2 * UPDATES or history.rises("reward"):
@@ -383,8 +419,7 @@ def _episodes_cut(history: MetricHistory, options: Any) -> Evidence | None:
     cut = turns + full + (rewritten or 0.0) + (own if masked else 0.0)
     success, spreads = history.mean("success"), history.last("return/std", BATCHES)
     # A run whose episodes earn on the way may be meant to be cut; before training, nothing tells.
-    unknown = success is None and (not history.patience or not any(spreads))
-    lost = masked or unknown or (success is not None and success <= UNSOLVED)
+    lost = masked or not history.patience or (not any(spreads) if success is None else success <= UNSOLVED)
     if cut < 0.999 or not lost:
         return _cut_in_part(history, options)
     fate = " and mask_truncated_completions=True leaves them out: nothing is trained on" if masked else ""
@@ -462,6 +497,20 @@ def _value_not_learning(history: MetricHistory, options: Any) -> Evidence | None
     )
 
 
+def _reward_discounted(history: MetricHistory, options: Any) -> Evidence | None:
+    turns, early, spread = history.mean("turns/mean"), history.mean("return/early_std"), history.mean("return/std")
+    if turns is None or early is None or spread is None or turns < 2 or not spread > 0 or early > EARLY * spread:
+        return None
+    own = getattr(options, "turn_credit", "return") == "reward"  # a turn is credited with its own reward alone
+    left = 0.0 if own else options.gamma ** (turns - 1)
+    if left > CREDITED:
+        return None
+    option = "turn_credit=reward" if own else f"gamma={options.gamma:g}"
+    return Evidence(
+        f"The reward comes with the last of {turns:.2g} turns, and {option} credits a first answer with {left:.0%} of it."
+    )
+
+
 def _no_weight_change(history: MetricHistory, options: Any) -> Evidence | None:
     change = history.mean("policy_change", 1)
     if change is None or change > STILL or history.counts.get("advantage/zero", 0) < 3 * BATCHES:
@@ -527,7 +576,7 @@ def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | N
     values = history.latest.get("reward_success_correlation", [])[-2 * UPDATES :]
     if history.patience and len(values) >= BATCHES:
         mean, error = fmean(values), (_variance(values) / len(values)) ** 0.5
-        if mean + 3 * error < UNPAID:
+        if unpaid(mean, error):
             return Evidence(
                 f"Episodes that succeed are not paid for it: reward and success correlate by {mean:.2f} in groups."
             )
@@ -539,6 +588,17 @@ def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | N
         f"The reward rises, from {reward.first:.3g} to {reward.now:.3g}, while success falls, from {success.first:.0%} to "
         f"{success.now:.0%} (batch {success.batch})."
     )
+
+
+def unpaid(correlation: float, error: float, errors: float = UNPAID_ERRORS) -> bool:
+    """Return True if reward and success correlate by clearly less than ``UNPAID``.
+
+    Args:
+        correlation: The estimate.
+        error: Its standard error, on the scale of the inverse hyperbolic tangent (Fisher), which hardly differs near 0.
+        errors: Number of errors by which it must lie below.
+    """
+    return tanh(atanh(max(-0.999, min(0.999, correlation))) + errors * error) < UNPAID
 
 
 def _bonus_rules(history: MetricHistory, options: Any) -> bool:
@@ -678,7 +738,7 @@ _CAUSES = (*_DESTROYED, "reward_misses_success", "entropy_runaway", "worse_than_
 
 HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     HealthCheck(
-        "solved", ("success", *_MISSING), _solved,
+        "solved", ("success", "seeds_alike", *_MISSING), _solved,
         "Stop here, or go on with a harder task.", unless=("one_task", "success_doubtful"),
     ),
     HealthCheck(
@@ -687,10 +747,11 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "which then improves only what else the reward pays for.",
     ),
     HealthCheck(
-        "too_hard", _EPISODES, _too_hard,
-        "Choose an easier level, reward partial progress, or train on demonstrations first (--model of an SFT stage). A "
-        "larger num_generations finds rarer successes.",
-        ("num_generations",), unless=_CAUSES,
+        "too_hard", (*_EPISODES, "entropy"), _too_hard,
+        "Read an episode: the prompt must tell the form in which an answer is understood. Then choose an easier level, "
+        "reward partial progress, or train on demonstrations first (--model of an SFT stage). A larger num_generations "
+        "finds rarer successes.",
+        ("num_generations",), unless=("entropy_collapse", *_CAUSES),
     ),
     HealthCheck(
         "policy_destroyed", ("answers_cut", "prompt_information", "policy_change", *_ENTROPY), _policy_destroyed,
@@ -724,7 +785,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "one_task", ("distinct_tasks",), _one_task,
-        "Give train_dataset more rows, or check task_column and task_sampling: what is learned holds for this task alone.",
+        "Let reset derive the task from its seed or row, give train_dataset more rows, or check task_column and "
+        "task_sampling: what is learned holds for this task alone.",
         ("task_column", "task_sampling"),
     ),
     HealthCheck(
@@ -732,10 +794,15 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "Mend the reward function: check divisions and logarithms. None says that a function does not score an episode.",
     ),
     HealthCheck(
-        "zero_advantage_groups", _EPISODES, _zero_advantage,
+        "zero_advantage_groups", (*_EPISODES, "entropy"), _zero_advantage,
         "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
         "num_generations or temperature makes the members of a group differ.",
-        ("num_generations", "temperature"), unless=("solved", *_CAUSES),
+        ("num_generations", "temperature"), unless=("solved", "entropy_collapse", *_CAUSES),
+    ),
+    HealthCheck(
+        "reward_discounted", ("turns/mean", "return/early_std", "return/std"), _reward_discounted,
+        "Raise gamma to 1, or set turn_credit=return: only the last answer learns from the reward.",
+        ("gamma", "turn_credit"), unless=("solved",),
     ),
     HealthCheck(
         "too_easy", _EPISODES, _too_easy,
@@ -745,7 +812,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     HealthCheck(
         "entropy_collapse", ("entropy", "return/mean", "success"), _entropy_collapse,
         "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
-        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved", *_CAUSES),
+        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"),
+        unless=("solved", "too_hard", "zero_advantage_groups", *_CAUSES),
     ),
     HealthCheck(
         "template_collapse", ("prompt_information", "entropy"), _template_collapse,
@@ -754,7 +822,7 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         ("entropy_coef", "beta", "num_generations"), unless=("solved", *_CAUSES),
     ),
     HealthCheck(
-        "prompts_unread", ("prompt_information", "success", "reward"), _prompts_unread,
+        "prompts_unread", ("prompt_information", "success", "reward", "observations_empty"), _prompts_unread,
         "Read prompts in the rollout log: a chat template or history may leave out what an answer needs. If all is there, "
         "train on demonstrations first.",
         ("history",), unless=("solved", *_CAUSES),
@@ -858,7 +926,8 @@ def findings(
     for check in HEALTH_CHECKS:
         evidence = check.shown_by(history, options)
         if evidence is not None:
-            held[check.name] = Finding(check.name, step, evidence.text, check.advice), evidence.size
+            advice = evidence.advice or check.advice
+            held[check.name] = Finding(check.name, step, evidence.text, advice), evidence.size
     loud = {name for name, (_, size) in held.items() if history.patience and size >= BY_NAME[name].silences_from}
     return {
         name: found

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from statistics import fmean, stdev
@@ -17,8 +17,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
-from agile_trainers.evaluation.failures import failed_value
-from agile_trainers.evaluation.statistics import within
+from agile_trainers.evaluation.statistics import failed_value, mean_interval, pass_at_k, refusal, within
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
@@ -244,12 +243,10 @@ def evaluation_episodes(
         ValueError: If there are no episodes or attempts, ``rows`` is empty, or a row names no environment.
     """
     options = None if rows is None else [dict(row) for row in islice(rows, episodes)]
-    if options is not None and not options:
-        raise ValueError(f"An evaluation data set must have at least one row, got {rows!r}.")
-    if episodes < 1:
-        raise ValueError(f"episodes must be at least 1, got {episodes}.")
-    if attempts < 1:
-        raise ValueError(f"attempts must be at least 1, got {attempts}.")
+    if options == [] or min(episodes, attempts) < 1:
+        raise ValueError(
+            f"An evaluation needs a row, an episode and an attempt at least, got {episodes=}, {attempts=}."
+        )
     own = () if sampling_seed is None else (sampling_seed,)
     return [
         replace(spec, stream=(*spec.stream[:-1], attempt, *own))
@@ -337,15 +334,15 @@ def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
     return EpisodeStart(
         environment=trajectory.environment_name,
         seed=seed,
-        row=None if trajectory.options is None else _digest(trajectory.options, seed),
-        prompt=_digest(trajectory.prompt_ids, seed),
-        information=_digest(trajectory.reset_info, seed),
-        played=_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
-        outcome=_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
+        row=None if trajectory.options is None else content_digest(trajectory.options, seed),
+        prompt=content_digest(trajectory.prompt_ids, seed),
+        information=content_digest(trajectory.reset_info, seed),
+        played=content_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
+        outcome=content_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
     )
 
 
-def _digest(value: Any, seed: int) -> str:
+def content_digest(value: Any, seed: int) -> str:
     """Hash a value of the user's or the environment's; one that cannot be written as text is told by its seed."""
     try:
         text = json.dumps(value, sort_keys=True, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it)))
@@ -362,3 +359,124 @@ def in_order(places: Sequence[int], values: Any) -> list[Any]:
         values: One for each of them.
     """
     return [value for _, value in sorted(gather_object(list(zip(places, values, strict=True))), key=lambda one: one[0])]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over episodes, with its 95 % confidence interval."""
+
+    value: float
+    low: float | None
+    """Lower bound; None if the episodes allow no interval."""
+    high: float | None
+    """Upper bound."""
+    episodes: int
+    """Number of episodes that it is the mean of."""
+    refusal: str | None = None
+    """Reason for which there is no interval, as a sentence."""
+
+
+@dataclass(frozen=True)
+class PolicySummary:
+    """The results of one policy.
+
+    Episodes whose environment failed count against it: as unsuccessful, and with the lowest return (see
+    :func:`~agile_trainers.evaluation.statistics.failed_value`). Turns and tokens are means over the others.
+    """
+
+    episodes: int
+    """Number of episodes that were played."""
+    failed: int
+    """Number of those whose environment failed."""
+    unreported: int
+    """Number of episodes that report no success although others do; they count as unsuccessful."""
+    units: int
+    """Number of independent units that the episodes form; see :func:`~agile_trainers.evaluation.results.units_of`."""
+    information_differs: bool
+    """True in greedy play if equal games began with different information of ``reset`` (a seed, an id or the time in it)."""
+    greedy: bool
+    success: Estimate | None
+    """Share of successes, with Wilson's interval if each episode is a unit; None if no episode reports it."""
+    episode_return: Estimate | None
+    """Mean return; None if every environment failed."""
+    turns: float | None
+    """Mean number of turns."""
+    action_tokens: float | None
+    """Mean number of sampled tokens of an episode."""
+    stop_reasons: dict[str, int]
+    """Number of episodes, failed ones included, by the reason why they ended; the most frequent first."""
+    pass_at_k: dict[int, Estimate]
+    """Unbiased pass@k for k = 1, 2, 4, ... and the number of attempts; empty with one attempt."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON-ready data."""
+        values = asdict(self)
+        values["pass_at_k"] = {str(k): value for k, value in values["pass_at_k"].items()}
+        return values
+
+
+def summarize_policy(results: EpisodeResults) -> PolicySummary:
+    """Summarize the episodes of one policy."""
+    (results,) = reported_together([results])
+    rows = [row for row in results.rows if not StopReason(row["stop_reason"]).failed]
+    units, returns = results.units, results.values("return")
+    limits = results.limits("return")
+    lowest = failed_value([one for one in returns if one is not None], limits)
+    # Of several environments, one may report success and another not.
+    reporting = environments_with_success(results.rows)
+    counted = [index for index, row in enumerate(results.rows) if row["environment"] in reporting]
+    successes = [results.values("success")[index] or 0.0 for index in counted]
+    reasons = [row["stop_reason"] for row in results.rows]
+    return PolicySummary(
+        episodes=len(results.rows),
+        failed=len(results.rows) - len(rows),
+        unreported=sum(not row.get("success_reported", True) for row in rows),
+        units=len(set(units)),
+        information_differs=results.greedy and _differing(results),
+        greedy=results.greedy,
+        success=_mean(successes, [units[index] for index in counted]),
+        episode_return=_mean([lowest if one is None else one for one in returns], units, limits) if rows else None,
+        turns=fmean(row["turns"] for row in rows) if rows else None,
+        action_tokens=fmean(row["action_tokens"] for row in rows) if rows else None,
+        stop_reasons={name: reasons.count(name) for name in sorted(set(reasons), key=lambda one: -reasons.count(one))},
+        pass_at_k=_pass_at_k(results),
+    )
+
+
+def _differing(results: EpisodeResults) -> bool:
+    """Return True if equal prompts began with different information."""
+    seen: dict[Hashable, set[str]] = defaultdict(set)
+    for start in results.starts:
+        seen[start.environment, start.prompt].add(start.information)
+    return any(len(found) > 1 for found in seen.values())
+
+
+def _mean(
+    values: Sequence[float], units: Sequence[Hashable], limits: tuple[float, float] | None = (0.0, 1.0)
+) -> Estimate | None:
+    if not values:
+        return None
+    low, high = mean_interval(values, units, limits) or (None, None)
+    return Estimate(fmean(values), low, high, len(values), refusal(values, units, limits))
+
+
+def _pass_at_k(results: EpisodeResults) -> dict[int, Estimate]:
+    """Estimate pass@k over the starts; an attempt whose environment failed is no success."""
+    reporting = environments_with_success(results.rows)
+    attempts: dict[Hashable, list[bool]] = defaultdict(list)
+    units: dict[Hashable, Hashable] = {}
+    for start, row, unit in zip(results.starts, results.rows, results.units, strict=True):
+        if start.environment in reporting:
+            attempts[start.key].append(bool(row["success"]))
+            units[start.key] = unit
+    most = max(map(len, attempts.values()), default=1)
+    if most == 1:
+        return {}
+    estimates = {}
+    for k in sorted({1, most, *(2**power for power in range(most.bit_length()) if 2**power <= most)}):
+        keys = [key for key, played in attempts.items() if len(played) >= k]
+        values = [pass_at_k(len(attempts[key]), sum(attempts[key]), k) for key in keys]
+        estimate = _mean(values, [units[key] for key in keys])
+        assert estimate is not None
+        estimates[k] = estimate
+    return estimates

@@ -54,13 +54,8 @@ def wilson_interval(successes: int, trials: int) -> Interval:
     Returns:
         Both bounds, in [0, 1]. Without trials, the whole of it.
 
-    Raises:
-        ValueError: If there are more successes than trials, or a number is negative.
-
     Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
     """
-    if not 0 <= successes <= trials:
-        raise ValueError(f"successes={successes} must be between 0 and trials={trials}.")
     if trials == 0:
         return Interval(0.0, 1.0)
     return Interval(*map(float, stats.binomtest(successes, trials).proportion_ci(1 - LEVEL, "wilson")))
@@ -138,15 +133,13 @@ def mean_test(
         interval is the whole range.
 
     Raises:
-        ValueError: If there are no values, a value is outside the limits, or there is not one unit for each value.
+        ValueError: If a value is outside the limits.
 
     Source: Gaffke (2005), "Three test statistics for a nonparametric one-sided hypothesis on the mean of a nonnegative
     variable"; Learned-Miller and Thomas (2019), "A new confidence interval for the mean of a bounded random variable".
     """
     sums, counts = _unit_sums(values, units)
     number = len(sums)
-    if not number:
-        raise ValueError("A mean needs at least one value.")
     mean, most = float(sums.sum() / counts.sum()), float(counts.max())
     if limits is None:
         reach = float(np.abs(sums - mean * counts).max()) / most
@@ -347,16 +340,10 @@ def _weighted_means(sums: Any, counts: Any, ends: tuple[float, float], most: flo
 
 
 def _unit_sums(values: Sequence[float], units: Sequence[Hashable] | None) -> tuple[Any, Any]:
-    """Return the sum and the number of the values of each unit, in order of first appearance.
-
-    Raises:
-        ValueError: If there is not one unit for each value.
-    """
+    """Return the sum and the number of the values of each unit, in order of first appearance."""
     numbers = np.asarray(values, dtype=float)
     if units is None:
         return numbers, np.ones(len(numbers))
-    if len(units) != len(numbers):
-        raise ValueError(f"There are {len(numbers)} values but {len(units)} units; pass one for each value.")
     index = np.array(numbered(units), dtype=int)
     return np.bincount(index, numbers), np.bincount(index).astype(float)
 
@@ -371,3 +358,84 @@ def _variance_between(sums: Any, counts: Any) -> float:
     """Return the variance of the mean of all values, estimated from the differences between at least two units."""
     number, total = len(sums), float(counts.sum())
     return number / (number - 1) * float(np.sum((sums - float(sums.sum()) / total * counts) ** 2)) / total**2
+
+
+MOST_MISSING = 5
+"""Largest share of pairs without a value, in percent, with which a verdict is given."""
+MOST_APART = 2
+"""Largest difference of the two failure rates, in points, with which a verdict is given."""
+SAME_RATE = 0.05
+"""Smallest p-value of the exact McNemar test of the failures with which a verdict is given."""
+
+
+def failure_refusal(first: Sequence[float | None], second: Sequence[float | None]) -> str | None:
+    """Say why failed episodes forbid a verdict on two policies.
+
+    Failed episodes are hardly ever a random sample: an environment fails on certain answers. A comparison of the pairs that
+    are left is then one of other episodes.
+
+    Args:
+        first: The first policy's value in each paired episode; None where its environment failed.
+        second: The second policy's values in the same episodes.
+
+    Returns:
+        The reason, as a sentence; None if a verdict may be given.
+    """
+    number = len(first)
+    lost, won = sum(one is None for one in first), sum(one is None for one in second)
+    missing = sum(a is None or b is None for a, b in zip(first, second))
+    if 100 * missing > MOST_MISSING * number:
+        return (
+            f"{missing} of {number} pairs have no value because an environment failed, more than {MOST_MISSING}%; the "
+            "policies may differ in just these."
+        )
+    rates = f"{lost} episodes of the first policy and {won} of the second failed, of {number} each"
+    if 100 * abs(lost - won) > MOST_APART * number:
+        return (
+            f"{rates}: failure rates more than {MOST_APART} points apart. The pairs that are left are no fair sample."
+        )
+    both = sum(a is None and b is None for a, b in zip(first, second))
+    p_value = mcnemar_p_value(lost - both, won - both)
+    if p_value < SAME_RATE:
+        return f"{rates}: different failure rates (p = {p_value:.2g}). The pairs that are left are no fair sample."
+    return None
+
+
+def difference_bounds(
+    first: Sequence[float | None], second: Sequence[float | None], limits: tuple[float, float] | None
+) -> Interval | None:
+    """Bound the mean difference over all pairs, whatever the failed episodes would have given.
+
+    The lower bound takes the first policy's failed episodes as the worst and the second's as the best; the upper bound is
+    the reverse.
+
+    Args:
+        first: The first policy's value in each paired episode; None where its environment failed.
+        second: The second policy's values in the same episodes.
+        limits: The lowest and highest possible value: (0, 1) for success, the range that the environment declares for
+            returns.
+
+    Returns:
+        Both bounds, of the first policy's mean minus the second's; None without limits.
+
+    Source: Horowitz and Manski (2000), "Nonparametric analysis of randomized experiments with missing covariate and outcome
+    data".
+    """
+    if limits is None:
+        return None
+    low, high = limits
+
+    def mean(values: Sequence[float | None], failed: float) -> float:
+        return sum(failed if one is None else one for one in values) / len(values)
+
+    return Interval(mean(first, low) - mean(second, high), mean(first, high) - mean(second, low))
+
+
+def failed_value(values: Sequence[float], limits: tuple[float, float] | None) -> float:
+    """Return the value with which a failed episode counts against a policy: the lowest possible.
+
+    Args:
+        values: Those of the episodes that did not fail.
+        limits: The lowest and highest possible value. None: the lowest of ``values`` and 0 is taken.
+    """
+    return min([0.0, *values]) if limits is None else limits[0]

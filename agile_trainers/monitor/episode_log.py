@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.monitor.evaluation_table import shown_messages
-from agile_trainers.monitor.health_metrics import health_metrics, task_of
+from agile_trainers.monitor.health_metrics import health_metrics, outcomes_of, seeds_alike, task_of
 from agile_trainers.monitor.reporting import environment_summaries, training_summary
 from agile_trainers.objectives.advantages import pool_over_turns
 from agile_trainers.rollout.metrics import (
@@ -81,6 +81,9 @@ class EpisodeLog:
         summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
         tasks = gather_object([task_of(trajectory) for trajectory in trajectories])
         summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared, self._members)
+        alike = seeds_alike(gather_object([outcomes_of(trajectory) for trajectory in trajectories]), self._members)
+        if alike is not None:
+            summary["seeds_alike"] = alike
         if self._members > 1:
             summary["groups_with_different_starts"] = self._compare_starts(trajectories)
         failed = next((trajectory for trajectory in trajectories if trajectory.error is not None), None)

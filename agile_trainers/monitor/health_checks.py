@@ -203,7 +203,7 @@ class HealthChecks:
 
     @contextmanager
     def looking(self, step: int, metrics: Mapping[str, Sequence[float]]) -> Iterator[None]:
-        """Take the new values of an optimizer step and warn of findings, before a block in which they may be logged.
+        """Take the new values of an optimizer step before a block in which they may be logged, and warn after it.
 
         Args:
             step: Optimizer steps taken.
@@ -211,11 +211,11 @@ class HealthChecks:
         """
         new = {name: values[self._taken.get(name, 0) :] for name, values in metrics.items()}
         means = {name: sum(values) / len(values) for name, values in new.items() if values}
-        for finding in self._diagnosis.look(step, means):
-            self.findings.append(finding)
-            if self._speaks:
-                logger.warning(str(finding))
+        found = self._diagnosis.look(step, means)
+        self.findings += found
         yield
+        for finding in found if self._speaks else ():
+            logger.warning(str(finding))
         self._taken = {name: len(values) for name, values in metrics.items()}
 
     def unwritten(self) -> list[Finding]:

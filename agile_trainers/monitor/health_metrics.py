@@ -69,6 +69,49 @@ def task_of(trajectory: Trajectory) -> str | None:
     return blake2b(repr(start).encode(), digest_size=16).hexdigest()
 
 
+def outcomes_of(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """Return hashes of what was said up to each answer, and of what the environment made of it; those of the prompt first.
+
+    Empty with a dataset row, for an agent, or if the environment failed.
+    """
+    if trajectory.options or not trajectory.prompt or not trajectory.linear or trajectory.stop_reason.failed:
+        return []
+    said = blake2b(repr((trajectory.environment_name, trajectory.prompt)).encode(), digest_size=16)
+    found = [(said.hexdigest(), "")]
+    for turn in trajectory.turns:
+        said.update(repr(turn.text).encode())
+        told = repr((turn.reward, turn.observation)).encode()
+        found.append((said.hexdigest(), blake2b(told, digest_size=8).hexdigest()))
+    return found
+
+
+def seeds_alike(episodes: Sequence[Sequence[tuple[str, str]]], members: int) -> float | None:
+    """Compare episodes of different seeds: whether the same answers always had the same results.
+
+    A secret that the prompt does not show would give equal answers different results.
+
+    Args:
+        episodes: The :func:`outcomes_of` each episode, members of a group side by side.
+        members: Episodes of the same seed.
+
+    Returns:
+        1.0 if all begin with one prompt, no answer had two results, and most first answers were given in several groups;
+        None without two groups.
+    """
+    results: dict[str, set[str]] = {}
+    firsts: dict[str, set[int]] = {}
+    for index, episode in enumerate(episodes):
+        for key, told in episode:
+            results.setdefault(key, set()).add(told)
+        if len(episode) > 1:
+            firsts.setdefault(episode[1][0], set()).add(index // members)
+    if len({group for groups in firsts.values() for group in groups}) < 2:
+        return None
+    shared = [len(firsts[episode[1][0]]) > 1 for episode in episodes if len(episode) > 1]
+    one_prompt = len({episode[0][0] for episode in episodes if episode}) == 1
+    return float(one_prompt and 2 * sum(shared) >= len(shared) and all(len(told) == 1 for told in results.values()))
+
+
 def health_metrics(
     rows: Sequence[dict[str, Any]],
     rewards: Sequence[float],

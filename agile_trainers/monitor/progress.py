@@ -17,7 +17,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_in_notebook
 
-from agile_trainers.monitor.health_checks import logger as health
 from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
 
 PROGRESS = ("table", "wide", "dicts")
@@ -70,11 +69,9 @@ class ProgressTable(ProgressCallback):
         self._view: View | None = None
         self._started, self._last = time.monotonic(), 0
         self._measured: dict[str, float] = {}
-        self._held = _Held()
 
     def close(self) -> None:
         """End the output of a run that is over or was interrupted."""
-        self._held.release()
         if self._view is not None:
             self._view.end()
         self._view = None
@@ -87,15 +84,12 @@ class ProgressTable(ProgressCallback):
             self._view.begin(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._held.release()
         if self._view is not None:
             self._view.step(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._view is not None:
             self._view.step(state)
-            if control.should_log:
-                self._held.hold()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         values, name = row_values(logs or {}, wide=self._wide)
@@ -109,7 +103,6 @@ class ProgressTable(ProgressCallback):
             view.end()
         elif view is not None and getattr(args, "log_completions", False):
             view.pause()  # TRL prints its table next, with a console of its own
-        self._held.release()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
@@ -143,27 +136,6 @@ class ProgressTable(ProgressCallback):
         values |= self._measured
         self._last, self._measured = step, {}
         return True
-
-
-class _Held(logging.Filter):
-    """Holds the findings of the health checks, which come before the log of their step, until its row is printed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._records: list[logging.LogRecord] = []
-
-    def hold(self) -> None:
-        health.addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self._records.append(record)
-        return False
-
-    def release(self) -> None:
-        health.removeFilter(self)
-        records, self._records = self._records, []
-        for record in records:
-            health.handle(record)
 
 
 class _Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from math import isnan
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from transformers.trainer_utils import speed_metrics
@@ -31,7 +31,9 @@ def training_summary(
 
     Returns:
         The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
-        ``rollout_tokens_per_second``, and ``return/answers_cut``, the mean return of episodes with a cut answer.
+        ``rollout_tokens_per_second``; ``return/answers_cut``, the mean return of episodes with a cut answer; of episodes of
+        several turns ``return/early_std``, the spread of what they earned before the last, and ``observations_empty``, the
+        share of the observations between two answers that say nothing.
     """
     tokens = sum(row["action_tokens"] for row in [*rows, *discarded])
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
@@ -39,7 +41,19 @@ def training_summary(
         **summarize(rows, known),
         **length_summary(rows),
         **_cut_returns(rows),
+        **_between_turns(rows),
         **speed,
+    }
+
+
+def _between_turns(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    several = [row for row in rows if row["turns"] > 1 and not StopReason(row["stop_reason"]).failed]
+    if len(several) < 2:
+        return {}
+    answered = sum(row["turns"] - 1 for row in several)
+    return {
+        "return/early_std": stdev(row["early_return"] for row in several),
+        "observations_empty": sum(row["observations_empty"] for row in several) / answered,
     }
 
 

@@ -49,14 +49,10 @@ class Range:
     shrink: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 < self.low < self.high < math.inf:
+        if not 0 < self.low < self.high < math.inf or not self.grow > 1 > self.shrink > 0:
             raise ValueError(
-                f"A Range needs 0 < low < high, got low={self.low}, high={self.high}. A value of 0 could not be moved by a "
-                "factor; set an option that is the same for all members in `args`."
-            )
-        if not self.grow > 1 or not 0 < self.shrink < 1:
-            raise ValueError(
-                f"A Range needs grow above 1 and shrink between 0 and 1, got grow={self.grow}, shrink={self.shrink}."
+                f"A Range needs 0 < low < high, grow above 1 and shrink between 0 and 1, got {self}. A value of 0 could not "
+                "be moved by a factor; set an option that is the same for all members in `args`."
             )
 
     def at(self, share: float, *, whole: bool = False) -> float:

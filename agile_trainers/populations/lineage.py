@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agile_trainers.adapters.folders import read_form, write_json
-from agile_trainers.adapters.forms import NUMBER, Count, Fields, Name
+from agile_trainers.adapters.folders import NUMBER, Count, Fields, Name, read_form, write_json
 from agile_trainers.checkpoints.disclosure import public_path
 from agile_trainers.populations.hyperparameters import Changes, Values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,18 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, EvalResult
 from transformers.utils import logging
 
-from agile_trainers.adapters import find_adapters
-from agile_trainers.adapters.folders import read_form, write_json
-from agile_trainers.adapters.forms import Fields
+from agile_trainers.adapters import CRITIC, REFERENCE, find_adapters
+from agile_trainers.adapters.folders import Fields, read_form, write_json
 from agile_trainers.adapters.lora_settings import changes_base, lora_settings
+from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
+    ADAPTER_FILES,
+    CARD,
+    CURVE,
+    MODEL_FILES,
+    TOKENIZER_FILES,
     check_public,
     differences,
     flat_environment,
     masked,
+    matching,
     note_private,
     public_arguments,
     public_options,
@@ -33,13 +40,11 @@ from agile_trainers.checkpoints.disclosure import (
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import push_written
-from agile_trainers.checkpoints.output_lock import locked
+from agile_trainers.checkpoints.machines import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered
-from agile_trainers.populations.base import SharedBase
-from agile_trainers.populations.export import copy_policy, export_policy
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
     Values,
@@ -47,20 +52,38 @@ from agile_trainers.populations.hyperparameters import (
     search_space,
     with_values,
 )
-from agile_trainers.populations.lineage import HELD_OUT_FORM, EventKind, HeldOut, Lineage, LineageEvent, Round, finite
+from agile_trainers.populations.lineage import (
+    FILE,
+    HELD_OUT_FORM,
+    EventKind,
+    HeldOut,
+    Lineage,
+    LineageEvent,
+    Round,
+    finite,
+    with_error,
+)
 from agile_trainers.populations.members import (
     RESULT_FORM,
     Assignment,
     Fitness,
     Result,
     Rounds,
+    SharedBase,
     fitness_values,
     forget_checkpoints,
     lowest_fitness,
 )
 from agile_trainers.populations.processes import Processes, check_alone
-from agile_trainers.populations.schedule import Schedule
-from agile_trainers.populations.selection import Score, Strategy, Successor, ranked, strategy_of, with_failures
+from agile_trainers.populations.selection import (
+    Schedule,
+    Score,
+    Strategy,
+    Successor,
+    ranked,
+    strategy_of,
+    with_failures,
+)
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm
@@ -701,3 +724,78 @@ def _check_values(args: MultiTurnConfig, hyperparameters: Mapping[str, Any], env
         made = with_values(args, {name: getattr(one, end) for name, one in hyperparameters.items()})
         check_values(made)
         made.with_environment(environments)
+
+
+_VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
+"""Vocabularies of tokenizers that are not in ``tokenizer.json``."""
+
+
+def copy_policy(source: Path, folder: Path) -> None:
+    """Copy a policy with its tokenizer, card, critic and reference, and nothing else, to an empty or new folder."""
+    further = [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in (*ADAPTER_FILES, CARD)]
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *_VOCABULARY, CARD, CURVE, *further)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in matching(source, patterns):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / path, folder / path)
+
+
+def export_policy(
+    lineage: Lineage, trained: LineageEvent, source: Path, folder: Path, name: str, model_id: str
+) -> Path:
+    """Copy a member's policy, and write lineage and card beside it.
+
+    Args:
+        lineage: The population's.
+        trained: The ``trained`` event that the policy is of.
+        source: Its folder.
+        folder: An empty folder, or a new one.
+        name: The policy's name in the card of ``source``.
+        model_id: Hub id or folder name under which the card loads the policy. Its last part is the card's title.
+
+    Returns:
+        The folder.
+    """
+    copy_policy(source, folder)
+    lineage.public().write(folder)
+    card = folder / "README.md"
+    if card.is_file():  # a member's card may be deleted
+        text = card.read_text(encoding="utf-8").replace(f'"{name}"', f'"{model_id}"')
+        title = model_id.rpartition("/")[2]
+        text = re.sub(rf"(?m)^(.*name: |# ){re.escape(name)}$", lambda found: found[1] + title, text)
+        card.write_text(f"{text}\n{_section(lineage, trained)}", encoding="utf-8")
+        if held_out := _held_out_result(lineage, trained):
+            model_card.add_results(folder, [held_out])
+    return folder
+
+
+def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | None:
+    """Return the winner's result on held-out episodes for the card's metadata; None for others, or without one."""
+    found, settings = lineage.held_out, lineage.settings
+    if found is None or found.fitness is None or trained != lineage.winner:
+        return None
+    error = {} if found.standard_error is None else {"standard_error": round(found.standard_error, 4)}
+    played = {"episodes_of": "held-out episodes", "episodes": found.episodes, **error}
+    name = f"{settings['fitness']} on held-out episodes"
+    return model_card.result(str(settings["environment"]), str(settings["fitness"]), name, found.fitness, played)
+
+
+def _section(lineage: Lineage, trained: LineageEvent) -> str:
+    """Return the part of the card about the population."""
+    settings = lineage.settings
+    place = f"member {trained.member}"
+    if trained == lineage.winner:
+        place = f"the best policy (of member {trained.member})"
+    held_out = lineage.held_out
+    chosen = f" over {settings['num_eval_episodes']} evaluation episodes"
+    replayed = ""
+    if held_out is not None and held_out.fitness is not None and trained == lineage.winner:
+        chosen += ", by which it was chosen,"
+        shown = with_error(held_out.fitness, held_out.standard_error)
+        replayed = f" On {held_out.episodes} held-out episodes, by which nothing was chosen, it is {shown}."
+    return (
+        f"## Population\n\nThis is {place} of a population of {settings['members']} (strategy "
+        f"`{settings['strategy']['name']}`). Its fitness, `{settings['fitness']}`{chosen} is "
+        f"{with_error(trained.fitness, trained.standard_error)} after {trained.steps} updates.{replayed} [{FILE}]({FILE}) "
+        "lists what happened to each member.\n"
+    )

@@ -11,11 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agile_trainers.records.digests import digest_problem, has_digest
 from agile_trainers.records.plain import LARGEST_JSON, from_json
-from agile_trainers.records.prefixes import path_lengths
-from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY
-from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
+from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY, path_lengths
+from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, digest_problem, has_digest
 from agile_trainers.types import StopReason
 
 _MOST_ROWS = 1_000_000

@@ -227,19 +227,8 @@ class EnvironmentPool:
         while isinstance(made, partial):
             made = made.func
         # An instance in a process of its own is asked by its class.
-        declared = next((it.return_range for it in (*self._idle[name], made) if hasattr(it, "return_range")), None)
-        if declared is None or isinstance(declared, property):
-            return None
-        try:
-            low, high = map(float, declared)
-        except (TypeError, ValueError):
-            low = high = math.nan
-        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            raise ValueError(
-                f"{self.titles[name]} declares return_range={declared!r}; expected the lowest and highest return of an "
-                "episode, such as (0.0, 1.0)."
-            )
-        return low, high
+        asked = next((one for one in (*self._idle[name], made) if hasattr(one, "return_range")), None)
+        return declared_range(asked, self.titles[name])
 
     def end(self, episode: int, reason: str) -> bool:
         """Tell the environment that a limit ends an episode. False if it does not define ``end``.
@@ -708,3 +697,28 @@ class BusyMeter:
             busy, passed = self._busy, now - self._taken
             self._busy, self._taken = 0.0, now
         return busy / passed if passed else 0.0
+
+
+def declared_range(environment: Any, title: str) -> tuple[float, float] | None:
+    """Return the ``return_range`` of an environment or its class; None if it declares none.
+
+    Args:
+        environment: The instance or class.
+        title: Its name in the error.
+
+    Raises:
+        ValueError: If it is no pair of finite numbers in order.
+    """
+    declared = getattr(environment, "return_range", None)
+    if declared is None or isinstance(declared, property):
+        return None
+    try:
+        low, high = map(float, declared)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise ValueError(
+            f"{title} declares return_range={declared!r}; expected the lowest and highest return of an episode, such as "
+            "(0.0, 1.0)."
+        )
+    return low, high

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agile_trainers.rollout.forest import Fork
-from agile_trainers.types import StopReason, Trajectory
+from agile_trainers.types import Message, StopReason, Trajectory
 
 _SHOWN = 200
 """Characters of a prompt shown in a warning."""
@@ -26,6 +26,8 @@ def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": trajectory.num_tokens,
         "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
         "observations_cut": trajectory.observations_cut,
+        "observations_empty": sum(_is_empty(turn.observation) for turn in trajectory.turns[:-1]),
+        "early_return": sum(turn.reward for turn in trajectory.turns[:-1]),
         "rewrites": {str(kind): sum(turn.fork == kind for turn in trajectory.turns) for kind in Fork},
         "questions": sum(turn.question for turn in trajectory.turns),
         "read_again": trajectory.read_again,
@@ -33,6 +35,12 @@ def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
         "stop_reason": trajectory.stop_reason.value,
         "environment": trajectory.environment_name,
     }
+
+
+def _is_empty(observation: str | list[Message] | None) -> bool:
+    """Return True if an observation says nothing; None is that of a failed environment, or of an agent."""
+    texts = [observation] if isinstance(observation, str) else [one["content"] for one in observation or ()]
+    return bool(texts) and not any(map(str.strip, texts))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
 from agile_trainers.adapters import gathered_once
+from agile_trainers.adapters.fused import cast_once
 from agile_trainers.adapters.roles import base_model
-from agile_trainers.adapters.rollout_weights import cast_once
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings

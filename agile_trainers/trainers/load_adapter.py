@@ -19,8 +19,8 @@ from agile_trainers.adapters import (
     plain_copies,
 )
 from agile_trainers.adapters.loading import OnBase, load_tokenizer
-from agile_trainers.adapters.model_folders import LOADERS, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 
 logger = logging.get_logger(__name__)
 

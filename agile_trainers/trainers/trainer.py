@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.adapters import POLICY, check_adapter, gathering_adapters, parent_of, restore_left_out, running
 from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
-from agile_trainers.adapters.model_folders import RESUMING, naming_folder
+from agile_trainers.adapters.untrusted import RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
 from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import step_of

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, write_json
 from agile_trainers.adapters.loading import find_adapters
-from agile_trainers.adapters.model_folders import LOADERS, check_model_folder, naming_folder
+from agile_trainers.adapters.untrusted import LOADERS, check_model_folder, naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, mark_complete
-from agile_trainers.evaluation.loading import load_model
+from agile_trainers.evaluation.policy import load_model
 from agile_trainers.records import plain
 
 
@@ -112,6 +112,20 @@ def test_errors_that_are_not_the_folders_stay(tmp_path: Path) -> None:
         assert raised.value is error
     with pytest.raises(KeyError), naming_folder(str(tmp_path), within=LOADERS):
         raise KeyError("of the user's own function")
+
+
+@pytest.mark.parametrize("file", ["torch/utils/cpp_extension.py", "deepspeed/ops/op_builder/builder.py"])
+def test_an_extension_that_cannot_be_built_is_no_damaged_file(tmp_path: Path, file: str) -> None:
+    """DeepSpeed builds its optimizer while transformers reads a checkpoint."""
+    built = compile("def build(): raise RuntimeError('Error building extension cpu_adam')", f"/lib/{file}", "exec")
+    names: dict[str, Any] = {}
+    exec(built, names)
+
+    def from_pretrained() -> None:
+        names["build"]()
+
+    with pytest.raises(RuntimeError, match="Error building"), naming_folder(str(tmp_path), within=LOADERS):
+        from_pretrained()
 
 
 # ------------------------------------------------------------------------------------------------------ files elsewhere

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_form, write_json
-from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
-from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
+from agile_trainers.checkpoints.integrity import KEY_FILE, MARKER, OPTION, check_complete, mark_complete
 from agile_trainers.cli.chain import command
 from agile_trainers.populations.lineage import HELD_OUT_FORM, Lineage
 from agile_trainers.populations.members import RESULT_FORM, Result

@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.rollout_weights import cast_once
+from agile_trainers.adapters.fused import cast_once, fuse
 
 IDS = torch.arange(12).view(2, 6)
 

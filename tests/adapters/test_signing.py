@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, write_json
-from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
-from agile_trainers.checkpoints.signing import KEY_FILE, OPTION, is_trusted, keyed_digest, sign
+from agile_trainers.checkpoints.integrity import (
+    KEY_FILE,
+    MARKER,
+    OPTION,
+    check_complete,
+    is_trusted,
+    keyed_digest,
+    mark_complete,
+    sign,
+)
 
 STATES = {"deepspeed": "global_step4/mp_rank_00_model_states.pt", "fsdp": "optimizer_0/.metadata"}
 

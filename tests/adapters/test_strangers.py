@@ -28,14 +28,27 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from agile_trainers.adapters import untrusted
-from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
-from agile_trainers.adapters.forms import OPTIONS, misfits
+from agile_trainers.adapters.folders import (
+    OPTIONS,
+    RECORD,
+    CheckpointError,
+    misfits,
+    read_json,
+    read_record,
+    write_json,
+)
 from agile_trainers.adapters.loading import find_adapters, parent_of, read_config
-from agile_trainers.adapters.model_folders import check_model_folder
-from agile_trainers.adapters.untrusted import check_patterns, check_template, expressions
-from agile_trainers.checkpoints.integrity import MARKER, POSITION, check_complete, mark_complete, newest_complete
+from agile_trainers.adapters.untrusted import check_model_folder, check_patterns, check_template, expressions
+from agile_trainers.checkpoints.integrity import (
+    KEY_FILE,
+    MARKER,
+    OPTION,
+    POSITION,
+    check_complete,
+    mark_complete,
+    newest_complete,
+)
 from agile_trainers.checkpoints.model_card import add_results, model_card, write_card
-from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings

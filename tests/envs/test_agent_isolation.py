@@ -170,11 +170,7 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(monkeypatch: pytest.
 
 
 def test_what_can_be_read_is_checked(tmp_path: Path) -> None:
-    def made(**options: Any) -> Agent:
-        return Agent.command(["true"], score=lambda task, finished: 1.0, **options)
-
-    with pytest.raises(ValueError, match="readable has no effect on a program that is not isolated"):
-        made(readable=[tmp_path])
-    for wrong, said in (("/tmp", "got a text"), ([tmp_path / "nothing"], "nothing, which does not exist")):
-        with pytest.raises(ValueError, match=f"readable is a collection of files and folders, .*{said}"):
-            made(isolated=True, readable=wrong)
+    with pytest.raises(
+        ValueError, match=r"readable is a collection of files and folders, .*nothing, which does not exist"
+    ):
+        Agent.command(["true"], score=lambda task, finished: 1.0, isolated=True, readable=[tmp_path / "nothing"])

@@ -20,7 +20,7 @@ from agile_environments.calculator import (
 )
 from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.envs import check_environment, make_environment_factory, play
-from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
+from agile_trainers.envs.tools.toolbox import ToolCall, parse_tool_calls
 
 
 def test_an_episode_by_hand() -> None:

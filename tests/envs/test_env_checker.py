@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from agile_environments.probes import PROBES
 from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
-from agile_trainers.envs.probes import PROBES
 from agile_trainers.envs.scripted_policies import play
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import probe_environment

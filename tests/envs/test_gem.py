@@ -204,16 +204,6 @@ def test_data_set_tasks_ask_by_seed_however_many_were_asked_before() -> None:
     assert (reward, terminated, info) == (1.0, True, {"success": True})
 
 
-def test_a_game_without_its_words_says_how_to_get_them() -> None:
-    from nltk.corpus import words
-
-    try:
-        words.words("en-basic")
-    except LookupError:
-        with pytest.raises(RuntimeError, match=r"python -m nltk\.downloader words"):
-            GemEnvironment("game:WordSearch-v0-easy")
-
-
 def test_there_is_no_random_policy_for_other_environments() -> None:
     assert GemEnvironment("rg:basic_arithmetic").scripted_policies() == {}
 

@@ -27,8 +27,8 @@ from agile_trainers.envs.questions.answers import (
     read_number,
     tagged,
 )
-from agile_trainers.envs.tools.calls import MalformedCall, parse_tool_calls
 from agile_trainers.envs.tools.search import answer_match
+from agile_trainers.envs.tools.toolbox import MalformedCall, parse_tool_calls
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install math-verify"

@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 
 from agile_environments import TASKS
+from agile_environments.probes import PROBES
 from agile_trainers.envs import ReasoningEnvironment, known_policies, make_environment_factory, play
 from agile_trainers.envs.agent import Agent, is_agent
-from agile_trainers.envs.probes import PROBES
 
 STEPPED = [name for name in TASKS if not is_agent(make_environment_factory(f"agile:{name}"))]
 """The ready tasks without the agents, whose policies `test_archive.py` compares."""

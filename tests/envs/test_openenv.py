@@ -200,21 +200,6 @@ def test_actions_of_several_fields_are_json(board_url: str) -> None:
     assert (miss[0], hit[:3]) == ("miss", ("hit", 1.0, True))
 
 
-def test_http_keeps_nothing_between_requests_unless_the_server_does() -> None:
-    shared = GuessServer()
-    with serve(create_fastapi_app(lambda: shared, Guess, Hint)) as url:
-        environment = OpenEnvEnvironment(url, transport="http", observation_field="hint")
-        (start, _), wrong, right = episode(environment, 4, "3", "5")
-    assert start == "Guess a number from 1 to 9."
-    assert (wrong[:3], right[:3], right[4]["success"]) == (("wrong", 0.0, False), ("right", 1.0, True), True)
-
-
-def test_json_actions_that_do_not_fit_are_answered_over_http_too(board_url: str) -> None:
-    environment = OpenEnvEnvironment(board_url, transport="http")
-    _, wrong, hit = episode(environment, 0, '{"row": 1}', '{"row": 1, "column": 2}')
-    assert wrong[0].startswith("That is no action") and "column" in wrong[0] and hit[:3] == ("hit", 1.0, True)
-
-
 def test_an_error_of_the_servers_is_raised_and_the_next_episode_works(guess_url: str) -> None:
     environment = OpenEnvEnvironment(guess_url, observation_field="hint")
 
@@ -346,8 +331,6 @@ def test_the_checker_finds_nothing(guess_url: str) -> None:
         ("localhost:8000", {}, ["http://localhost:8000", "'localhost:8000'"]),
         (None, {"action_field": "txt"}, ["no action field 'txt'", "text"]),
         (None, {"observation_field": "board"}, ["no observation field 'board'", "hint, success"]),
-        (None, {"transport": "pigeon"}, ["'websocket' or 'http'", "'pigeon'"]),
-        (None, {"retries": -1}, ["retries", "-1"]),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(

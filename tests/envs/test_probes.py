@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from agile_environments.probes import DIGITS, PROBE_WORDS, PROBES, EqualReward, Probe
 from agile_trainers.envs import validate_step
-from agile_trainers.envs.probes import DIGITS, PROBE_WORDS, PROBES, EqualReward, Probe
 
 FACTORIES = {name: probe.factory for name, probe in PROBES.items()}
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
-from trl.rewards import think_format_reward
 
-from agile_trainers.envs import check_environment, play
+from agile_trainers.envs import check_environment
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import GeneratedRows, Row, load_rows, split_of
 
@@ -82,43 +81,8 @@ def test_a_reward_function_gets_completion_answer_and_question() -> None:
     assert seen == [("hm", "city 3", "Capital of country 3?")]
 
 
-def test_trl_reward_functions_are_weighed_and_get_the_columns() -> None:
-    seen: dict[str, Any] = {}
-
-    def near(prompts: list[Any], completions: list[Any], hint: list[str], solution: list[str], **columns: Any) -> Any:
-        seen.update(prompts=prompts, completions=completions, hint=hint, solution=solution, columns=columns)
-        return [0.5]
-
-    def no_opinion(completions: list[Any], **columns: Any) -> list[None]:
-        return [None]
-
-    environment = make(reward_funcs=[think_format_reward, near, no_opinion], reward_weights=[0.2, 2.0, 1.0])
-    environment.reset(options=CAPITALS[3])
-    assert environment.step("<think>a</think>b")[1] == pytest.approx(0.2 * 1.0 + 2.0 * 0.5)
-    assert environment.step("b")[1] == pytest.approx(1.0)
-    assert seen["prompts"] == [[{"role": "user", "content": "Capital of country 3?"}]]
-    assert seen["completions"] == [[{"role": "assistant", "content": "b"}]]
-    assert seen["hint"] == ["it is near 3"] and seen["solution"] == ["city 3"]
-    assert seen["columns"] == {"question": ["Capital of country 3?"], "answer": ["city 3"]}
-    both = make(reward_fn=lambda completion, answer, question: 0.25, reward_funcs=near)
-    both.reset(options=CAPITALS[3])
-    assert both.step("b")[1] == 0.75
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
-def test_a_reward_that_is_no_finite_number_is_named(value: Any) -> None:
-    def broken(completion: str, answer: Any, question: str) -> Any:
-        return value
-
-    def trl_broken(completions: list[Any], **columns: Any) -> list[Any]:
-        return [value]
-
-    with pytest.raises(ValueError, match=r"broken.*'Capital of country"):
-        play(make(reward_fn=broken), lambda *_: "x", seed=0)
-    assert "broken returned" in check_environment(lambda: make(reward_fn=broken)).errors[0]
-    if value is not None:
-        with pytest.raises(ValueError, match=r"trl_broken returned"):
-            play(make(reward_funcs=trl_broken), lambda *_: "x", seed=0)
+def test_a_reward_that_is_no_finite_number_is_found_before_a_run() -> None:
+    assert "expected a finite number" in check_environment(lambda: make(reward_fn=lambda *_: float("nan"))).errors[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- splits
@@ -238,15 +202,12 @@ def test_streams_are_read_as_far_as_asked(tmp_path: Path) -> None:
         ({"template": "{question} {answer}"}, ["{answer}", "show the model the answer"]),
         ({"template": "{hint}", "answer": "hint"}, ["{hint}", "show the model the answer"]),
         ({"template": "{question} \\boxed{}"}, ["empty {}", "brace twice"]),
-        ({"template": "{question"}, ["cannot be read", "brace twice"]),
         ({"demonstration": "{solution}"}, ["no column 'solution' for the demonstration"]),
         ({"split": "dev"}, ["no split 'dev'", "train, test"]),
         ({"data": []}, ["empty"]),
         ({"data": DatasetDict()}, ["empty", "no split"]),
         ({"data": CAPITALS[:1], "split": "test", "test_fraction": 1e-9}, ["'test' has no rows"]),
-        ({"data": ["a", "b"]}, ["Row 0 is 'a' (str)", "a dict"]),
-        ({"test_fraction": 1.0}, ["test_fraction", "1.0"]),
-        ({"reward_weights": [1.0]}, ["1 entries for 0 reward_funcs"]),
+        ({"test_fraction": 1.0}, ["'train' has no rows", "test_fraction"]),
         ({"few_shot": 99}, ["no row", "'train'"]),
         ({"few_shot": [{"question": "a"}]}, ["no column 'answer'"]),
         ({"system_prompt": "a", "template": [{"role": "system", "content": "b"}]}, ["keep one of the two"]),
@@ -262,7 +223,7 @@ def test_wrong_arguments_say_what_is_wrong(kwargs: dict[str, Any], words: list[s
 def test_wrong_sources_and_options_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="taken from int"):
         make(5)
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
         make(str(tmp_path / "nothing.jsonl"))
     environment = make()
     for options, message in (
@@ -274,7 +235,7 @@ def test_wrong_sources_and_options_say_what_is_wrong(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             environment.reset(seed=0, options=options)
-    with pytest.raises(ValueError, match="count must be between 1 and the"):
+    with pytest.raises(ValueError, match="has 36 rows: pass a count of them, got 41"):
         environment.dataset("train", 41)
 
 

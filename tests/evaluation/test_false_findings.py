@@ -1,6 +1,7 @@
 """Simulated runs without a fault are told nothing in 99 of 100 cases, and simulated faults are found.
 
 ``benchmarks/simulated_runs.py`` simulates them; ``benchmarks/results/simulated_runs.json`` has the result of 2,000.
+``benchmarks/healthy_runs.py`` has trained real ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import healthy_runs
 import simulated_runs
 
 RUNS = 100
@@ -36,6 +38,12 @@ def test_the_recorded_simulation_holds_the_rate_that_the_page_states() -> None:
     assert result["runs"] == simulated_runs.RUNS and result["told"] <= result["runs"] / 100
     page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     assert f"{result['told']} of {result['runs']:,}" in page
+
+
+def test_recorded_runs_without_a_fault_are_told_nothing_but_that_they_have_solved_their_task() -> None:
+    """Real trainings: five algorithms, eight tasks."""
+    told = {tuple(map(str, [*line.values()][:3])): healthy_runs.told(line) for line in healthy_runs.saved()}
+    assert told and {run: found for run, found in told.items() if {name for _, name in found} - {"solved"}} == {}
 
 
 @pytest.mark.parametrize(("after", "length", "share"), [(0.06, 12, 0.9), (0.25, 40, 0.9)])

@@ -53,12 +53,10 @@ def test_coverage_of_wilson_exactly_by_binomial_sum(trials: int, lowest: float) 
     assert 0.945 < np.mean(covered) < 0.96 and min(covered) > lowest
 
 
-def test_wilson_without_trials_and_beyond_them() -> None:
+def test_wilson_at_the_ends_and_without_trials() -> None:
     assert (
         wilson_interval(0, 0) == (0.0, 1.0) and wilson_interval(7, 7).high == 1.0 and wilson_interval(0, 7).low == 0.0
     )
-    with pytest.raises(ValueError, match=r"successes=3.*trials=2"):
-        wilson_interval(3, 2)
 
 
 def test_wilson_by_hand() -> None:
@@ -142,8 +140,6 @@ def test_the_test_of_a_mean_is_students_for_many_values_and_allows_for_unseen_on
     )
     with pytest.raises(ValueError, match=r"from 0.5 to 3.0 are outside of the range \(0, 2\)"):
         mean_test([0.5, 3.0], limits=(0, 2))
-    with pytest.raises(ValueError, match="at least one value"):
-        mean_test([], limits=(0, 2))
 
 
 def test_interval_and_test_of_a_mean_agree_whatever_the_values() -> None:
@@ -260,8 +256,6 @@ def test_intervals_cover_when_whole_units_vary(units: int) -> None:
 def test_the_standard_error_over_units_by_hand() -> None:
     assert standard_error([1, 3]) == 1.0 and math.isnan(standard_error([1, 2], "aa"))
     assert standard_error([1, 1, 3, 3], "aabb") == 1.0
-    with pytest.raises(ValueError, match="2 values but 3 units"):
-        standard_error([1.0, 2.0], "abc")
 
 
 def test_mcnemar_by_exact_binomial_sums() -> None:

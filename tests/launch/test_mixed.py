@@ -10,8 +10,8 @@ import pytest
 from launched_runs import launch
 from recorded import recorded
 
+from agile_environments.probes import PROBE_WORDS
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS
 
 pytestmark = pytest.mark.launch
 

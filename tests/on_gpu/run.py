@@ -45,9 +45,9 @@ def run(folder: Path, *, seconds: float, case_seconds: float, rehearse: bool, on
     folder.mkdir(parents=True, exist_ok=True)
     log, started = CaseLog(folder / "cases.jsonl"), time.time()
     under_way = folder / "under_way"
-    options = ["--gpu-log", str(log.file), "--gpu-since", str(started), "--gpu-until", str(started + seconds)]
+    options = [f"--gpu-log={log.file}", f"--gpu-since={started}", f"--gpu-until={started + seconds}"]
     options += ["--rehearse"] if rehearse else []
-    options += [option for part in only for option in ("--only", part)]
+    options += [f"--only={part}" for part in only]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *options, *FILES]
     while time.time() < started + seconds:
         under_way.unlink(missing_ok=True)

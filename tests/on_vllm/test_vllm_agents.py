@@ -23,6 +23,7 @@ from agile_trainers.rollout.generators import SamplingSettings, TransformersGene
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 
@@ -54,7 +55,7 @@ def in_process(thinker: Path) -> Make:
 def on_server(thinker: Path) -> Iterator[Make]:
     with serving(thinker, LENGTH) as served:
         size = len(AutoTokenizer.from_pretrained(thinker))
-        made = VllmServer(served.url, timeout=0, max_batch_size=16, vocab_size=size)
+        made = VllmServers([VllmServer(served.url, timeout=0, max_batch_size=16, vocab_size=size)])
         yield lambda tokenizer: ServerGenerator(
             made, eos_token_ids=[tokenizer.eos_token_id], settings=GREEDY, tokenizer=tokenizer
         )

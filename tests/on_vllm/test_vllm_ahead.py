@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from requests import ConnectionError
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
@@ -24,6 +23,7 @@ from chatter import Chatter, Late
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from environment_agents import Gathers, Plays
 from games import make_trainer
+from requests import ConnectionError
 from scripted_runs import said, watched
 from serving import Served, serving
 

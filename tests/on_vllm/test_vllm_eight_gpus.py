@@ -114,7 +114,7 @@ def test_a_server_with_data_parallelism_answers_by_the_adapter(tmp_path: Path) -
         with torch.no_grad():
             ours = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
         assert answers() == {tuple(ours)} != base
-        server.close()
+        server.files.close()
 
 
 def test_two_processes_train_on_the_server(served: tuple[Path, Served], tmp_path: Path) -> None:

@@ -58,29 +58,29 @@ def letters_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]
 
 
 @pytest.fixture(scope="module")
-def server(letters_served: Served) -> VllmServer:
-    return VllmServer(letters_served.url, timeout=0, max_batch_size=32, vocab_size=VOCAB)
+def server(letters_served: Served) -> VllmServers:
+    return VllmServers([VllmServer(letters_served.url, timeout=0, max_batch_size=32, vocab_size=VOCAB)])
 
 
 @pytest.fixture
-def model(server: VllmServer) -> PeftModel:
+def model(server: VllmServers) -> PeftModel:
     """The policy that the server serves."""
     model = policy(1)
     hand_over(server, model)
     return model
 
 
-def hand_over(server: VllmServer, model: PeftModel) -> int:
+def hand_over(server: VllmServers, model: PeftModel) -> int:
     return server.load_adapter(get_peft_model_state_dict(model), model.peft_config["default"])
 
 
-def make(server: VllmServer, settings: SamplingSettings = GREEDY, eos: list[int] = EOS) -> ServerGenerator:
+def make(server: VllmServers, settings: SamplingSettings = GREEDY, eos: list[int] = EOS) -> ServerGenerator:
     return ServerGenerator(server, eos_token_ids=eos, settings=settings, tokenizer=letters())
 
 
 @pytest.mark.parametrize("settings", GREEDILY.values(), ids=GREEDILY)
 def test_greedy_answers_are_those_of_the_transformers_generator(
-    server: VllmServer, model: PeftModel, settings: SamplingSettings
+    server: VllmServers, model: PeftModel, settings: SamplingSettings
 ) -> None:
     agree(play(make(server, settings), range(8)), play(on_transformers(model, settings), range(8)))
 
@@ -88,7 +88,7 @@ def test_greedy_answers_are_those_of_the_transformers_generator(
 @pytest.mark.parametrize("name", ["top_p", "all", "stop_strings"])
 def test_sampled_answers_are_those_of_an_engine_in_this_process(
     name: str,
-    server: VllmServer,
+    server: VllmServers,
     model: PeftModel,
     engine: VllmEngine,
 ) -> None:
@@ -103,7 +103,7 @@ def test_sampled_answers_are_those_of_an_engine_in_this_process(
         assert [output.finish_reason for output in turns] == [output.finish_reason for output in theirs[episode]]
 
 
-def test_requests_enter_and_leave_when_they_like(server: VllmServer, model: PeftModel) -> None:
+def test_requests_enter_and_leave_when_they_like(server: VllmServers, model: PeftModel) -> None:
     generator = make(server, eos=[])
     assert generator.step() == [] and generator.pending == 0
     for _ in range(20):  # a busy machine may send the short one too late
@@ -125,18 +125,18 @@ def test_requests_enter_and_leave_when_they_like(server: VllmServer, model: Peft
     assert generator.pending == 0
 
 
-def test_forks_and_requests_at_once_are_answered_as_by_transformers(server: VllmServer, model: PeftModel) -> None:
+def test_forks_and_requests_at_once_are_answered_as_by_transformers(server: VllmServers, model: PeftModel) -> None:
     answers_of_a_program(make(server), on_transformers(model, GREEDY))
 
 
-def test_a_fork_reads_what_follows_the_blocks_that_it_shares(server: VllmServer, model: PeftModel) -> None:
+def test_a_fork_reads_what_follows_the_blocks_that_it_shares(server: VllmServers, model: PeftModel) -> None:
     generator, prompt = make(server, eos=[]), [3 + (3 * i) % 31 for i in range(100)]
     assert run(generator, GenerationRequest(0, prompt, 2, uniforms(0))).read == 100
     fork = GenerationRequest(0, [*prompt[:70], 5, 6], 2, uniforms(0), call=1, extends=False)
     assert run(generator, fork).read == 72 - 64
 
 
-def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServer, model: PeftModel) -> None:
+def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServers, model: PeftModel) -> None:
     request = GenerationRequest(0, [2 + i % 30 for i in range(150)], 8, uniforms(0))
     before = run(make(server, eos=[]), request)
     other = policy(2)
@@ -147,12 +147,12 @@ def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServer, model: Pe
         assert output.token_ids == reference.token_ids
         assert output.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
     assert before.logprobs != pytest.approx(after.logprobs, abs=1e-2)
-    served = [entry["id"] for entry in requests.get(f"{server.url}/v1/models").json()["data"]]
+    served = [entry["id"] for entry in requests.get(f"{server.servers[0].url}/v1/models").json()["data"]]
     assert [name for name in served if name.startswith("policy-")] == [server.adapter]
     assert server.files.names() == [server.adapter]
 
 
-def test_what_a_request_comes_to_is_not_lost(server: VllmServer, model: PeftModel) -> None:
+def test_what_a_request_comes_to_is_not_lost(server: VllmServers, model: PeftModel) -> None:
     generator = make(server)
     with pytest.raises(ValueError, match=r"Episode 4.*255.*max_model_length=256"):
         generator.submit(GenerationRequest(4, [5] * 255, 2, uniforms(0)))
@@ -173,9 +173,9 @@ def test_what_a_request_comes_to_is_not_lost(server: VllmServer, model: PeftMode
         make(server, SamplingSettings(stop_strings=("a",), min_new_tokens=2))
 
 
-def test_an_adapter_that_the_server_cannot_see(server: VllmServer, model: PeftModel) -> None:
+def test_an_adapter_that_the_server_cannot_see(server: VllmServers, model: PeftModel) -> None:
     with pytest.raises(ValueError, match=r"did not load .* /nowhere: choose an output_dir"):
-        server._lora("load", {"lora_name": "lost", "lora_path": "/nowhere"})
+        server.servers[0]._lora("load", {"lora_name": "lost", "lora_path": "/nowhere"})
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def embedded_served(embedded_model: Path) -> Iterator[Served]:
 
 def test_a_server_that_does_not_report_its_cache(embedded_served: Served) -> None:
     server = VllmServer(embedded_served.url, timeout=0, max_batch_size=1, vocab_size=VOCAB)
-    generator = ServerGenerator(server, eos_token_ids=[], settings=GREEDY)
+    generator = ServerGenerator(VllmServers([server]), eos_token_ids=[], settings=GREEDY)
     assert run(generator, GenerationRequest(0, [5, 6], 2, uniforms(0))).read is None
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-from requests import ConnectionError
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import started_run
 from games import Chatter, make_trainer
 from launched_runs import distance, launch, weights
+from requests import ConnectionError
 
 from agile_trainers.sampling.started_server import _is_up
 

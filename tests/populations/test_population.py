@@ -26,9 +26,8 @@ from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
-from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.lineage import HeldOut
-from agile_trainers.populations.members import Assignment, Rounds, continue_checkpoint, saved_adapter
+from agile_trainers.populations.members import Assignment, Rounds, SharedBase, continue_checkpoint, saved_adapter
 from agile_trainers.rollout.seeds import SELECTION
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory

@@ -12,8 +12,7 @@ import pytest
 from agile_trainers.evaluation.statistics import standard_error
 from agile_trainers.populations import PBT, Halving, HyperparameterConfig, Range, Score, Tournament
 from agile_trainers.populations.hyperparameters import SearchSpace, search_space
-from agile_trainers.populations.schedule import Schedule
-from agile_trainers.populations.selection import ranked, strategy_of, with_failures
+from agile_trainers.populations.selection import Schedule, ranked, strategy_of, with_failures
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 
 RANGES = {"learning_rate": Range(1e-4, 1e-2, log=True), "num_iterations": Range(1, 8)}

@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from agile_trainers.checkpoints.disclosure import disclose
-from agile_trainers.records.prefixes import packed_paths, path_ids, path_lengths
 from agile_trainers.records.reader import RecordsError, open_records, read_records
-from agile_trainers.records.schema import ADDED, EPISODE, TURN
+from agile_trainers.records.schema import ADDED, EPISODE, TURN, packed_paths, path_ids, path_lengths
 from agile_trainers.records.writer import RecordWriter, episode_row, write_episodes
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import StopReason, Trajectory, Turn

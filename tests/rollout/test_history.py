@@ -428,8 +428,8 @@ def no_messages() -> list[Message]:
 
 
 @pytest.mark.parametrize("history, message", [
-    (awaited, "an async function"), (generator, "a generator"), (no_messages, "signature is"), (Summary, "is a class"),
-    ("agile_trainers.envs.context:Summary", "is a class"), (lambda messages, more: messages, "cannot be called"),
+    (awaited, "awaits or yields"), (generator, "awaits or yields"), (no_messages, "signature is"), (Summary, "is <class"),
+    ("agile_trainers.envs.context:Summary", "is <class"), (lambda messages, more: messages, "cannot be called"),
 ])  # fmt: skip
 def test_functions_that_cannot_rewrite_are_refused_before_a_run(history: Any, message: str) -> None:
     for refuse in (as_history, name_of_history) if callable(history) else (as_history,):

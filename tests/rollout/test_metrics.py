@@ -21,7 +21,10 @@ def episode(stop: StopReason, turns: list[tuple[int, str, float]], success: bool
 
 
 def test_a_row_by_hand() -> None:
-    row = episode_metrics(episode(StopReason.MAX_TURNS, [(4, "length", 0.5), (2, "stop", 1.0)], success=False))
+    played = episode(StopReason.MAX_TURNS, [(4, "length", 0.5), (2, "stop", 1.0)], success=False)
+    for turn in played.turns:
+        turn.observation = " "
+    row = episode_metrics(played)
     assert row == {
         "return": 1.5,
         "success": False,
@@ -30,6 +33,8 @@ def test_a_row_by_hand() -> None:
         "tokens": 3 + 8,
         "answers_cut": 1,
         "observations_cut": 0,
+        "observations_empty": 1,
+        "early_return": 0.5,
         "rewrites": dict.fromkeys(Fork, 0),
         "questions": 0,
         "read_again": None,

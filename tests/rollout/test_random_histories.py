@@ -13,8 +13,8 @@ import torch
 from episodes import CHAT, TOKENIZER, end, go_on, ids, make_engine, specs
 
 from agile_trainers.envs.context import Context, Question
-from agile_trainers.records.prefixes import path_ids
 from agile_trainers.records.reader import read_records
+from agile_trainers.records.schema import path_ids
 from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.forest import Call, Fork, forest

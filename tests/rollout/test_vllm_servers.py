@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("requests", reason="requests is not installed: pip install 'agile-trainers[vllm]'")
+
 import requests
 import torch
 from peft import LoraConfig

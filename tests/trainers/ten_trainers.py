@@ -64,6 +64,7 @@ def held(others: Collection[Any] = ()) -> dict[str, int]:
     threads = [one for one in begun if isinstance(one, threading.Thread)]
     objects = gc.get_objects()
     tensors = [one for one in objects if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta]
+    tensors = [one for one in tensors if torch._C._has_storage(one)]  # a fake one of an older PyTorch has none
     return {
         "trainers": sum(issubclass(type(one), MultiTurnTrainer) for one in objects),
         "bytes": sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values()),

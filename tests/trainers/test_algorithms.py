@@ -15,13 +15,13 @@ import torch
 from doc_blocks import ROOT, blocks
 from safetensors.torch import load_file
 
+from agile_environments.probes import PROBE_WORDS
 from agile_trainers import MultiTurnGRPOTrainer, MultiTurnTrainer, find_algorithm, register_algorithm
 from agile_trainers.cli.chain.command import make_multi_turn
 from agile_trainers.cli.chain.stages import parse_pipeline
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.trainers import registry as algorithms
 from agile_trainers.trainers.registry import ALGORITHMS

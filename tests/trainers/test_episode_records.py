@@ -18,9 +18,8 @@ from recorded import recorded, sampled
 from trl import GRPOTrainer
 
 from agile_trainers.monitor import rollout_log
-from agile_trainers.records.prefixes import path_ids
 from agile_trainers.records.reader import open_records
-from agile_trainers.records.schema import TRAINED
+from agile_trainers.records.schema import TRAINED, path_ids
 
 UPDATE: dict[str, Any] = {
     # One generation batch: four shuffled micro-batches, two optimizer steps a pass, two passes.

@@ -136,8 +136,8 @@ def test_several_environments_play_equally_many_within_their_own_limits(embedded
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"episodes": 0}, "episodes must be at least 1, got 0"),
-        ({"rows": []}, "at least one row"),
+        ({"episodes": 0}, "an episode and an attempt at least, got episodes=0"),
+        ({"rows": []}, "needs a row"),
         ({"device": "cpu"}, "device='cpu'.*loaded already"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "model_init_kwargs=.*loaded already"),
         ({"options": EpisodeOptions(max_model_length=10**6)}, "max_model_length=1000000"),

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from games import OneTurn, make_trainer
 
-from agile_trainers.envs.probes import PROBES
+from agile_environments.probes import PROBES
 from agile_trainers.monitor.health_checks import (
     ANSWER_TOKENS,
     LANDMARKS,

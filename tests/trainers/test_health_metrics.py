@@ -7,8 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from agile_trainers.monitor.health_metrics import health_metrics, reward_success_correlation, success_sem, task_of
-from agile_trainers.types import StopReason, Trajectory
+from agile_trainers.monitor.health_metrics import (
+    health_metrics,
+    outcomes_of,
+    reward_success_correlation,
+    seeds_alike,
+    success_sem,
+    task_of,
+)
+from agile_trainers.monitor.reporting import training_summary
+from agile_trainers.rollout.metrics import episode_metrics
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 
 def test_correlation_is_pearsons_within_groups() -> None:
@@ -65,3 +74,43 @@ def test_a_task_is_a_row_with_what_its_reset_says() -> None:
     assert len({task_of(one) for one in (episode(1), episode(2), episode(1, "Ask."), episode(1, secret=2))}) == 4
     assert task_of(episode(None)) is None, "seeds are the tasks"
     assert task_of(episode(1, prompt="")) is None, "the environment failed at reset"
+
+
+def guessed(*said: tuple[str, float, str], prompt: str = "Guess.", options: dict[str, int] | None = None) -> Trajectory:
+    """An episode of (answer, reward, observation)."""
+    turns = [Turn(0, 1, answer, "stop", reward, observation) for answer, reward, observation in said]
+    messages = [{"role": "user", "content": prompt}]
+    return Trajectory([1], [2], [0.0], turns, StopReason.TERMINATED, messages, options=options)
+
+
+LOW, WON, WORSE = ("3", 0.0, "higher"), ("7", 1.0, "right"), ("7", 0.0, "lower")
+
+
+@pytest.mark.parametrize(
+    ("groups", "alike"),
+    [
+        ([[guessed(LOW, WON), guessed(WON)], [guessed(LOW, WON), guessed(WON)]], 1.0),
+        ([[guessed(LOW, WON), guessed(WON)], [guessed(LOW, WORSE), guessed(WORSE)]], 0.0),  # a secret
+        ([[guessed(LOW, WON), guessed(LOW, WON)], [guessed(LOW, WORSE), guessed(LOW, WORSE)]], 0.0),  # shown late
+        ([[guessed(WON), guessed(WON)], [guessed(LOW), guessed(LOW)]], 0.0),  # no answer was given twice
+        ([[guessed(WON)] * 2, [guessed(WON, prompt="Ask.")] * 2], 0.0),
+        ([[guessed(WON)] * 2], None),
+        ([[guessed(WON, options={"secret": 7})] * 2] * 2, None),
+    ],
+)
+def test_seeds_are_alike_if_the_same_answers_have_the_same_results(
+    groups: list[list[Trajectory]], alike: float | None
+) -> None:
+    assert seeds_alike([outcomes_of(episode) for group in groups for episode in group], 2) == alike
+
+
+def test_what_happens_between_turns_by_hand() -> None:
+    """Three of four observations between answers say nothing; before the last turn 1, 0 and 0.5 are earned."""
+    episodes = [
+        guessed(("a", 1.0, ""), ("b", 5.0, "end")), guessed(("a", 0.0, " "), ("b", 0.5, ""), ("c", 0.0, "")),
+        guessed(("a", 0.5, "b"), ("b", 9.0, "")), guessed(("a", 7.0, "")),
+    ]  # fmt: skip
+    summary = training_summary([episode_metrics(one) for one in episodes], 0)
+    assert summary["observations_empty"] == 0.75
+    assert summary["return/early_std"] == pytest.approx(np.std([1.0, 0.5, 0.5], ddof=1))
+    assert "return/early_std" not in training_summary([episode_metrics(one) for one in episodes[2:]], 0)

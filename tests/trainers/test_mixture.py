@@ -15,9 +15,9 @@ from games import make_trainer
 from mixtures import BOTH, LIMITS, High, Low, make
 from recorded import recorded
 
+from agile_environments.probes import PROBE_WORDS
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
 from agile_trainers.rollout.seeds import Mixture, evaluation_specs, training_specs

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 from ppo_games import make_ppo
 
+from agile_environments.probes import PROBE_WORDS, PROBES
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.probes import PROBE_WORDS, PROBES
 
 
 class Always:

@@ -166,28 +166,26 @@ def test_the_bar_is_gone_while_trl_prints_its_table() -> None:
     table.close()
 
 
-def test_a_finding_is_said_once_and_below_the_row_of_its_step(caplog: pytest.LogCaptureFixture) -> None:
-    """The health checks look at a step before it is logged."""
+def test_a_finding_is_said_below_the_row_of_its_step(tmp_path: Path) -> None:
+    """The health checks look at a step before it is logged, so that its log has the findings, and warn after it."""
     screen, order = StringIO(), list[str]()
     table = ProgressTable(console=Console(file=screen))
-    args = TrainingArguments(output_dir="unused", report_to="none", use_cpu=True)
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    measurements: Any = None
+    checks = health_checks.HealthChecks(args, measurements, speaks=True)
     state, handler = TrainerState(max_steps=3), logging.Handler()
-    handler.emit = lambda record: order.append(f"{record.getMessage()} after {screen.getvalue().count('/3')}")  # type: ignore[method-assign]
+    handler.emit = lambda record: order.append(f"{record.getMessage()[:21]} after {screen.getvalue().count('/3')}")  # type: ignore[method-assign]
     health_checks.logger.addHandler(handler)
     try:
         table.on_train_begin(args, state, TrainerControl())
-        for step, logged in ((1, True), (2, False), (3, True)):
-            state.global_step = step
-            table.on_step_end(args, state, TrainerControl(should_log=logged))
-            health_checks.logger.warning(f"finding {step}")
-            if step == 1:
-                table.on_log(args, state, TrainerControl(), logs=LOGS[0])
-        table.close()  # interrupted before the log of the last step
-        health_checks.logger.warning("later")
+        state.global_step = 1
+        with checks.looking(1, {"stop/environment_error": [0.5]}):
+            assert [finding.name for finding in checks.unwritten()] == ["environment_failing"] and not order
+            table.on_log(args, state, TrainerControl(), logs=LOGS[0])
+        table.close()
     finally:
         health_checks.logger.removeHandler(handler)
-    assert order == ["finding 1 after 1", "finding 2 after 1", "finding 3 after 1", "later after 1"]
-    assert not health_checks.logger.filters
+    assert order == ["[environment_failing] after 1"]
 
 
 # -------------------------------------------------------------------------------------------------------------- trainers

@@ -31,11 +31,10 @@ from agile_trainers.checkpoints.disclosure import (
     withheld,
 )
 from agile_trainers.checkpoints.hub import check_deepspeed
-from agile_trainers.checkpoints.integrity import MARKER, mark_complete
+from agile_trainers.checkpoints.integrity import KEY_FILE, MARKER, mark_complete
 from agile_trainers.checkpoints.model_card import hyperparameters, model_card
-from agile_trainers.checkpoints.signing import KEY_FILE
 from agile_trainers.envs.registry import environment_factories, make_environment_factory
-from agile_trainers.evaluation.loading import recorded_settings
+from agile_trainers.evaluation.policy import recorded_settings
 from agile_trainers.populations.lineage import Lineage
 from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig

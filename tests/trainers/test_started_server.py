@@ -16,7 +16,7 @@ import pytest
 from agile_trainers.sampling.started_server import StartedServer
 
 SERVER = """
-import subprocess, sys
+import os, signal, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -24,17 +24,22 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
+def leave(*_):
+    open(sys.argv[2], "w").close()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, leave)
 print("hello", flush=True)
 engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def command() -> tuple[list[str], str]:
+def command(folder: Path) -> tuple[list[str], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}"
+    return [sys.executable, "-c", SERVER, str(port), str(folder / "left")], f"http://127.0.0.1:{port}"
 
 
 def below(server: StartedServer) -> list[int]:
@@ -51,7 +56,7 @@ def ended(ids: list[int]) -> bool:
 def test_it_ends_with_its_process(tmp_path: Path) -> None:
     """Also while a fork of that process holds what the process held."""
     read, write = os.pipe()
-    started, url = command()
+    started, url = command(tmp_path)
     if (trainer := os.fork()) == 0:
         try:
             server = StartedServer(started, url, tmp_path / "server.log", environment=os.environ, timeout=30)
@@ -71,7 +76,7 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
         assert not gone
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
-        assert ended(ids)
+        assert ended(ids) and (tmp_path / "left").exists(), "it can remove what it has made"
         assert psutil.pid_exists(fork)
     finally:
         os.kill(fork, signal.SIGKILL)
@@ -79,7 +84,7 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
 
 def test_it_ends_when_it_is_closed_or_deleted(tmp_path: Path) -> None:
     for closes in (True, False):
-        started, url = command()
+        started, url = command(tmp_path)
         server = StartedServer(started, url, tmp_path / "server.log", environment=os.environ, timeout=30)
         ids = below(server)
         assert len(ids) == 3
@@ -88,6 +93,7 @@ def test_it_ends_when_it_is_closed_or_deleted(tmp_path: Path) -> None:
         del server
         gc.collect()
         assert ended(ids)
+        (tmp_path / "left").unlink()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_it_ends_when_it_is_closed_or_deleted(tmp_path: Path) -> None:
 )
 def test_a_server_that_does_not_come_up(tmp_path: Path, program: str, timeout: float, message: str) -> None:
     (tmp_path / "server.log").write_text("of an earlier run\n")
-    _, url = command()
+    _, url = command(tmp_path)
     with pytest.raises(RuntimeError, match=message) as error:
         StartedServer(
             [sys.executable, "-c", program], url, tmp_path / "server.log", environment=os.environ, timeout=timeout

@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agile_trainers.records.digests import digest_entry
 from agile_trainers.records.schema import VOCABULARY
-from agile_trainers.records.writer import RecordWriter, episode_row
+from agile_trainers.records.writer import RecordWriter, digest_entry, episode_row
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 

@@ -18,8 +18,7 @@ from agile_trainers.records.reader import open_records
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import write_page
-from agile_trainers.viewer.parts import figures
-from agile_trainers.viewer.population import with_members
+from agile_trainers.viewer.parts import figures, with_members
 from agile_trainers.viewer.server import LiveRuns, Server
 
 pytestmark = pytest.mark.browser

@@ -308,9 +308,7 @@ def test_the_newest_run_comes_first_and_policies_as_they_were_named(tmp_path: Pa
     [
         (["gone"], "gone"),
         (["."], "holds no rollout log"),
-        ([".", "--megabytes", "0"], "--megabytes"),
         ([".", "--serve", "--output", "x.html"], "--output"),
-        ([".", "--port", "8000"], "--port"),
         ([], "RUN_OR_FILE"),
     ],
 )

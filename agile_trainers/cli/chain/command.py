@@ -22,12 +22,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
-from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, read_form, write_json
-from agile_trainers.adapters.forms import Fields, Name
+from agile_trainers.adapters.folders import (
+    RECORD,
+    CheckpointError,
+    Fields,
+    Name,
+    naming_full_disk,
+    read_form,
+    write_json,
+)
 from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
@@ -44,8 +50,7 @@ from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_compl
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.cli.chain.keys import EVOLVE
-from agile_trainers.cli.chain.rows import check_rows, supervised_rows
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, read_pipeline
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, check_rows, read_pipeline, supervised_rows
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows
@@ -59,8 +64,6 @@ from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.registry import find_algorithm
-
-logger = logging.get_logger(__name__)
 
 _STATE_FORM = Fields(
     {"id": Name, "parent": (Name, None), "made_of": {str: Any}, "finished": bool},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.errors import cut
 from agile_trainers.envs.base import Environment
-from agile_trainers.envs.checker import check_environment
+from agile_trainers.envs.checker import check_environment, random_state
 from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
 from agile_trainers.evaluation import evaluate_policy
+from agile_trainers.evaluation.diagnosis import BY_NAME, Finding
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -25,6 +27,10 @@ from agile_trainers.types import Trajectory
 
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
+CROSSED, STARTS = 4, 8
+"""Answers of as many episodes that are given at so many starts."""
+SLOW = 60.0
+"""Seconds of the replays from which they are not."""
 
 
 def policy_plays(run: Run, name: str, attempts: int = 1) -> list[Trajectory]:
@@ -71,6 +77,11 @@ def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) ->
     report.section("Determinism")
     again = [(spec, one) for spec, one in zip(run.specs(), played) if one.turns and not one.stop_reason.failed]
     games = [Game(spec, episode) for spec, episode in again[:REPLAYED]]
+    started = time.monotonic()
+    if problem := _dependence(run, games) if games else None:
+        report.problem(problem)
+        return False
+    slow = time.monotonic() - started
     messages: Counter[str] = Counter()
     for game in games:
         texts = [turn.text for turn in game.episode.turns]
@@ -80,17 +91,21 @@ def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) ->
     _tell(report, messages)
     if messages or not games:
         return True
-    problem, warning = _dependence(run, games)
-    if problem:
-        report.problem(problem)
-    elif warning:
-        report.warning(warning)
-    else:
-        report.line(
-            f"{len(games)} episodes, each played again with the same answers (alone, beside the others, and on an instance "
-            "that had played before), gave the same results."
+    if problem is None:
+        report.warning(
+            "the same answers gave different results when an episode was played again: members of a group would not play "
+            "the same task; let results depend on the seed and the answers alone."
         )
-    return not problem
+        return True
+    report.line(
+        f"{len(games)} episodes, each played again with the same answers (alone, beside the others, and on an instance "
+        "that had played before), gave the same results."
+    )
+    if slow > SLOW:
+        report.line(f"These took {slow:.0f} s, so that answers were not tried at other starts.")
+    else:
+        report.diagnosis(_indifference(run, played))
+    return True
 
 
 def _tell(report: Report, messages: Counter[str]) -> None:
@@ -111,29 +126,36 @@ class Game:
     episode: Trajectory
 
 
-def _dependence(run: Run, games: Sequence[Game]) -> tuple[str, str]:
-    """Return a problem if an episode depends on others, and a warning if it differs for another reason; "" without.
+def _dependence(run: Run, games: Sequence[Game]) -> str | None:
+    """Return a problem if episodes depend on others, "" if they are repeatable, and None if they differ otherwise.
 
-    An episode depends on others if the same answers give twice one result alone, and twice the same other one beside them.
+    Episodes depend on others if the same answers give twice one result alone, and twice the same other one beside them; or
+    if new processes agree with each other, and not with this one, in which others have been played.
     """
     own = [_result(game.episode) for game in games]
     beside, after = _together(run, games), _in_turn(run, games)
     if own == beside == after:
-        return "", ""
+        return ""
     alone, twice = ([_in_turn(run, [game])[0] for game in games] for _ in range(2))
-    sure = [n for n in range(len(games)) if alone[n] == twice[n]]
-    for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)):
-        repeated = again(run, games)
-        for n in sure:
-            if others[n] == repeated[n] != alone[n]:
-                return (
-                    f"{why[0]}: with the same answers, an episode {_differs(others[n], alone[n], why[1])}. {why[2]}",
-                    "",
-                )
-    return "", (
-        "the same answers gave different results when an episode was played again: runs will not be reproducible; derive "
-        "all randomness of step from the seed of the last reset, and keep the state of an episode in its instance."
-    )
+    for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)) if alone == twice else ():
+        differ = [n for n in range(len(games)) if others[n] != alone[n]]
+        if differ and others == again(run, games):  # each of several episodes, since two random ones may agree
+            differs = _differs(others[differ[0]], alone[differ[0]], why[1])
+            return f"{why[0]}: with the same answers, an episode {differs}. {why[2]}"
+    state = random_state()
+    _in_turn(run, games)
+    if state != random_state():
+        return None  # drawn from the process's own generators, with which new processes may begin alike
+    alone_in = [[n] for n in range(len(games))]
+    try:
+        new = _replayed(run, games, alone_in, apart=True)
+    except ValueError:  # a factory that cannot be sent to another process
+        return None
+    differ = [n for n, result in enumerate(new) if result != after[n]]
+    if len(new) < len(games) or not differ or new != _replayed(run, games, alone_in, apart=True):
+        return None
+    differs = _differs(after[differ[0]], new[differ[0]], ("after others", "in a new process"))
+    return f"{_SHARED[0]}: with the same answers, an episode {differs}. {_SHARED[2]}"
 
 
 _SHARED = (
@@ -149,6 +171,7 @@ _LEFT = (
 )
 _Result = tuple[Any, ...]
 """The answers of an environment in an episode: prompt, rewards and observations, reason of the end, success, return."""
+_RETURN = 5
 
 
 def _result(episode: Trajectory) -> _Result:
@@ -158,10 +181,10 @@ def _result(episode: Trajectory) -> _Result:
 
 def _differs(other: _Result, alone: _Result, where: tuple[str, str]) -> str:
     """Say in what two results of an episode differ."""
-    names = {4: "success", 5: "returns"}
+    names = {4: "success", _RETURN: "returns"}
     for index, name in sorted(names.items(), reverse=True):
         if other[index] != alone[index]:
-            verb = f"{name} {{:.4g}}" if index == 5 else f"has {name}={{}}"
+            verb = f"{name} {{:.4g}}" if index == _RETURN else f"has {name}={{}}"
             return f"{verb.format(other[index])} {where[0]} and {verb.format(alone[index]).split(' ', 1)[1]} {where[1]}"
     for turn, (theirs, ours) in enumerate(zip(other[1], alone[1]), start=1):
         if theirs != ours:
@@ -181,8 +204,48 @@ def _in_turn(run: Run, games: Sequence[Game]) -> list[_Result]:
     return _replayed(run, games, [[n] for n in range(len(games))])
 
 
-def _replayed(run: Run, games: Sequence[Game], rounds: Sequence[Sequence[int]]) -> list[_Result]:
-    engine, results = run.engine(run.factory), list[_Result]()
+def _indifference(run: Run, played: Sequence[Trajectory]) -> list[Finding]:
+    """Play starts with the answers of other episodes, and name answers or starts that make no difference.
+
+    The answers are those of the lowest and of the highest returns, and the starts theirs and some others.
+    """
+    games = [Game(spec, one) for spec, one in zip(run.specs(), played) if one.turns and not one.stop_reason.failed]
+    several = {tuple(turn.text for turn in game.episode.turns): game for game in games}
+    by_return = sorted(several.values(), key=lambda game: game.episode.episode_return)
+    half = CROSSED // 2
+    given = [*by_return[:half], *by_return[half:][-half:]]
+    starts = [game.spec for game in (*given, *(one for one in games if one not in given))][:STARTS]
+    if len(given) < 2 or len(starts) < 2:
+        return []
+    crossed = [Game(spec, game.episode) for game in given for spec in starts]
+    flat = _replayed(run, crossed, [[*range(len(crossed))][n : n + REPLAYED] for n in range(0, len(crossed), REPLAYED)])
+    by_answers = [flat[n : n + len(starts)] for n in range(0, len(flat), len(starts))]
+    if len({result[_RETURN] for result in flat}) == 1:
+        return []  # which has a finding of its own
+    if all(len({result[_RETURN] for result in of_start}) == 1 for of_start in zip(*by_answers)):
+        return _told(
+            "zero_advantage_groups",
+            f"Answers make no difference: {len(given)} different ones have the same return at each of {len(starts)} starts.",
+        )
+    rows = [spec.options for spec in starts]
+    varied = None in rows or any(row != rows[0] for row in rows)
+    if varied and all(result == results[0] for results in by_answers for result in results):
+        what = "seeds" if None in rows else "rows"
+        return _told(
+            "one_task",
+            f"Different {what} give the same task: equal answers have equal results at each of {len(starts)}.",
+        )
+    return []
+
+
+def _told(name: str, text: str) -> list[Finding]:
+    return [Finding(name, 0, text, BY_NAME[name].advice)]
+
+
+def _replayed(
+    run: Run, games: Sequence[Game], rounds: Sequence[Sequence[int]], *, apart: bool = False
+) -> list[_Result]:
+    engine, results = run.engine(run.factory, apart=apart), list[_Result]()
     try:
         for chosen in rounds:
             asked: Counter[int] = Counter()
@@ -196,7 +259,10 @@ def _replayed(run: Run, games: Sequence[Game], rounds: Sequence[Sequence[int]]) 
                 ids = episode.action_of(k)
                 return GenerationOutput(request.episode, ids, [0.0] * len(ids), episode.turns[k].finish_reason)
 
-            results += map(_result, engine.run([games[n].spec for n in chosen], ScriptedGenerator(answer)))
+            played = engine.run([games[n].spec for n in chosen], ScriptedGenerator(answer))
+            if apart and any(episode.stop_reason.failed for episode in played):
+                break  # of a process that cannot play it; the next one would take as long
+            results += map(_result, played)
     finally:
         engine.pool.close()
     return results

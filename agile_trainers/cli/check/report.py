@@ -84,11 +84,21 @@ class Run:
             environment_timeout=args.environment_timeout or self.time_limit * (args.max_turns if agent else 1),
         )
 
-    def engine(self, factory: EnvironmentFactory) -> RolloutEngine:
-        """The trainer's rollout engine."""
+    def engine(self, factory: EnvironmentFactory, *, apart: bool = False) -> RolloutEngine:
+        """Return the trainer's rollout engine; with ``apart``, for an environment in a new process."""
+        options = self.options
+        if apart:  # a process takes its time to start
+            longer = 10 * (options.environment_timeout or self.time_limit)
+            options = replace(
+                options,
+                environment_workers=0,
+                environment_processes=1,
+                max_environments=None,
+                environment_timeout=longer,
+            )
         return build_engine(
-            self.options,
-            self.options.make_pool(factory),
+            options,
+            options.make_pool(factory),
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             model_config=self.config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -10,16 +9,16 @@ from statistics import fmean
 from agile_trainers.cli.check.plays import model_plays, policy_plays
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.envs.agent import is_agent
-from agile_trainers.evaluation.diagnosis import BY_NAME, Finding, returns_differ
+from agile_trainers.evaluation.diagnosis import BY_NAME, Finding, returns_differ, unpaid
 from agile_trainers.monitor.health_metrics import reward_success_correlation
 from agile_trainers.rollout.metrics import episode_metrics, with_success
 from agile_trainers.types import Trajectory
 
 PAID = 0.5
-"""Correlation of return and success from which the reward pays for success."""
-SURE, LIKELY = 3.0, 2.0
-"""Standard errors by which the correlation must lie below ``PAID`` for a problem, and for a warning."""
-STARTS, ATTEMPTS, OF_MODEL = 16, 8, 4
+"""Correlation of return and success in the first episodes from which there is no doubt that the reward pays for success."""
+LIKELY = 2.0
+"""Standard errors by which the correlation must lie below the diagnosis' bound for a warning."""
+STARTS, ATTEMPTS, OF_MODEL = 16, 16, 4
 """Starts that are played again where the first episodes leave a doubt, and how often each is, by a policy and by a model."""
 _FEWEST = 4
 """Episodes that must have succeeded, and that must not have."""
@@ -54,21 +53,20 @@ def check_rewards(report: Report, run: Run, scores: Mapping[str, Sequence[Trajec
     told_of = f"{len(told)} episodes{f' of {STARTS} starts' if told is more else ''}"
     won, lost = ([value for value, success in told if success is which] for which in (True, False))
     if found is None:  # every return is that of the others of its start
-        place = error = 0.0
+        found, error = 0.0, 0.0
         text = (
             f"The return is the same whether an episode succeeds or not, in {told_of}, of which {len(won)} succeeded."
         )
     else:
-        place = math.atanh(max(-0.999, min(0.999, found)))
-        error = 1 / math.sqrt(degrees - 2)  # of the inverse hyperbolic tangent, by Fisher
+        error = (degrees - 2) ** -0.5  # of the inverse hyperbolic tangent, by Fisher
         text = (
             f"Return and success correlate by {found:.2f} in {told_of}: the {len(won)} that succeeded returned "
             f"{fmean(won):.3g} on average, the others {fmean(lost):.3g}."
         )
-    if math.tanh(place + LIKELY * error) >= PAID:
+    if not unpaid(found, error, LIKELY):
         return set()
-    sure = math.tanh(place + SURE * error) < PAID
-    report.diagnosis([_finding("reward_misses_success", text)], ["reward_misses_success"] if sure else [])
+    serious = ["reward_misses_success"] if unpaid(found, error) else []
+    report.diagnosis([_finding("reward_misses_success", text)], serious)
     return {"reward_misses_success"}
 
 

@@ -32,10 +32,13 @@ from agile_trainers.cli.check.server import PlannedServer, planned_server
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent
+from agile_trainers.envs.base import Environment
 from agile_trainers.envs.checker import LONG_OBSERVATION, check_environment, describe_error
 from agile_trainers.envs.scripted_policies import known_policies
 from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
+from agile_trainers.evaluation.statistics import within
 from agile_trainers.monitor.reporting import training_summary
+from agile_trainers.rollout.environment_pool import declared_range
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
@@ -78,6 +81,7 @@ def check_run(report: Report, run: Run) -> None:
     sound = check_determinism(report, run, played)
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
     check_scores(report, run, scores, sound=sound)
+    check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
         report.section("Tokens of an episode")
@@ -187,7 +191,10 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
         *(["environment_failing"] if 2 * failed.total() > len(played) else []),
         *(["episodes_cut"] if args.mask_truncated_completions else []),
     }
-    report.diagnosis((finding for finding in found if finding.name not in OF_POLICY), serious)
+    # An environment that rewards episodes at a limit expects to be cut.
+    meant = not args.mask_truncated_completions and all(episode.end_reward is not None for episode in played)
+    hidden = (*OF_POLICY, "episodes_cut") if meant else OF_POLICY
+    report.diagnosis((finding for finding in found if finding.name not in hidden), serious)
     turns = [turn for episode in played for turn in episode.turns if not episode.stop_reason.failed]
     if not turns:
         return
@@ -351,6 +358,39 @@ def check_scores(
     elif len(own) == 1:
         report.warning(
             f"every episode that the {run.policy} played has the same return; such a group gives no gradient."
+        )
+
+
+def check_declared(report: Report, run: Run, environment: Environment, played: Sequence[Trajectory]) -> None:
+    """Compare how episodes end, and what they return, with what the environment says of it.
+
+    Args:
+        report: Takes the findings.
+        run: The run.
+        environment: An instance.
+        played: The episodes of all policies.
+    """
+    sound = [episode for episode in played if episode.turns and not episode.stop_reason.failed]
+    try:
+        limits = declared_range(environment, run.environment)
+    except ValueError as error:
+        report.problem(str(error))
+        limits = None
+    returns = [episode.episode_return for episode in sound]
+    if limits is not None and returns and not within(returns, limits):
+        report.warning(
+            f"the environment declares return_range={limits}, but episodes return {min(returns):g} to {max(returns):g}: "
+            "evaluations count failed episodes by it; correct it."
+        )
+    won = [episode for episode in sound if episode.success and episode.stop_reason == StopReason.TRUNCATED]
+    longest = max((len(episode.turns) for episode in sound), default=0)
+    # Where to hold out is the task, those who succeed play longest.
+    if won and (longest == 1 or any(len(episode.turns) < longest for episode in won)):
+        masked = run.args.mask_truncated_completions
+        (report.problem if masked else report.warning)(
+            f"{len(won)} episodes that succeeded ended as truncated, as if a limit had cut them short"
+            f"{', which mask_truncated_completions=True leaves out' if masked else ''}: return terminated=True where the "
+            "task is over."
         )
 
 

@@ -7,10 +7,12 @@ learns to play it well by multi-turn GRPO with LoRA. All output is under ``--out
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel
 from rich.console import Console
+from rich.table import Table
 from transformers import PrinterCallback
 from transformers.utils import logging
 from trl import SFTTrainer
@@ -31,7 +34,6 @@ from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.cli.demo.report import DemoScore, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
@@ -39,11 +41,13 @@ from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.monitor.progress import showing
+from agile_trainers.records.reader import open_records, read_records
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
+LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
 GROUP = 8
@@ -133,6 +137,17 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+@dataclass(frozen=True)
+class DemoScore:
+    """Result of the model or a scripted policy."""
+
+    name: str
+    success: float
+    """Share of games won."""
+    episode_return: float
+    """Mean return."""
+
+
 def scripted_score(name: str, policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes: int) -> DemoScore:
     """Let a scripted policy answer in place of the model, within the limits of training."""
     options = EpisodeOptions.of_args(args)
@@ -208,6 +223,53 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     return summary
 
 
+def results_table(scores: Mapping[str, DemoScore], episodes: int) -> Table:
+    """Make the table of scores, one row each."""
+    table = Table("", "games won", "return", title=f"{episodes:,} sampled games each")
+    for score in scores.values():
+        table.add_row(score.name, f"{score.success:.1%}", f"{score.episode_return:+.3f}")
+    return table
+
+
+def some_games(rollouts: Path, count: int = 3) -> str:
+    """Format games of the last evaluation as plain text, those with the most turns first; each secret once.
+
+    Args:
+        rollouts: The folder of the trainer's rollout log.
+        count: Number of games.
+    """
+    files = [path for run in open_records(rollouts) for path in run.files if path.name.startswith("eval-")]
+    episodes = read_records(max(files, key=lambda path: path.name))  # the name begins with the step
+    by_secret = {episode["reset_info"]["secret"]: episode for episode in episodes}
+    longest = sorted(by_secret.values(), key=lambda episode: -len(episode["turns"]))
+    return "\n\n".join(_game(episode) for episode in longest[:count])
+
+
+def _game(episode: dict[str, Any]) -> str:
+    lines = [f"environment: {episode['prompt'][-1]['content']}"]
+    for turn in episode["turns"]:
+        lines += [f"      model: {turn['text']}", f"environment: {turn['observation']}"]
+    return "\n".join([*lines, f"(the number was {episode['reset_info']['secret']}; return {episode['return']:+.1f})"])
+
+
+def write_summary(
+    output: Path, scores: Mapping[str, DemoScore], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
+) -> dict[str, object]:
+    """Write ``summary.json`` with success and return of every row of the table, and the run's settings."""
+    summary = {
+        **{f"{key}_success": score.success for key, score in scores.items()},
+        **{f"{key}_return": score.episode_return for key, score in scores.items()},
+        "seconds": round(seconds, 1),
+        "adapter_path": str(adapter),
+        "base_path": str(base),
+        "seed": seed,
+        "budget": asdict(budget),
+        "versions": {name: version(name) for name in LIBRARIES},
+    }
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
 def _show(console: Console, games: str, table: object, base: Path, adapter: Path, seconds: float) -> None:
     console.rule("Some games of the trained model")
     console.print(games, highlight=False, soft_wrap=True)
@@ -241,8 +303,6 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few updates only, to test the installation")
     options = parser.parse_args(argv)
-    if options.seed < 0:
-        parser.error(f"--seed must not be negative, got {options.seed}")
     check_output(options.output_dir)
     # Absolute, since the adapter's record names its base by this path.
     run(options.output_dir.resolve(), options.seed, QUICK if options.quick else Budget(), Console())

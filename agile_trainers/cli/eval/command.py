@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
 from agile_trainers.checkpoints.model_card import add_results
 from agile_trainers.cli.errors import message
-from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
+from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, show
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
@@ -44,8 +45,9 @@ from agile_trainers.evaluation import (
     summarize_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
-from agile_trainers.evaluation.loading import load_model, recorded_settings
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.evaluation.panels import EpisodePanel, check_panel, read_panel, sealed
+from agile_trainers.evaluation.policy import load_model, recorded_settings
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.progress import BAR
@@ -76,24 +78,34 @@ class EvaluationTask:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of ``agile-trainers eval``. Options that it shares with training have the same names."""
-    usage = "agile-trainers eval MODEL --environment ID [--against MODEL ...] [options]"
+    usage = (
+        "agile-trainers eval MODEL --environment ID [--against MODEL ...] [options], or MODEL --panel FILE [options], or "
+        "--compare RESULTS RESULTS [...]"
+    )
     parser = argparse.ArgumentParser(prog="agile-trainers eval", usage=usage, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder or Hub id of the policy")
+    add("model", metavar="MODEL", nargs="?", help="folder or Hub id of the policy")
     add("--against", nargs="+", default=[], metavar="MODEL", help="policies that it is compared with")
     add("--measure", choices=("success", "return"), help="measure of the comparison; where the other one says "
         "otherwise, both are shown (default: success if it is reported)")  # fmt: skip
-    add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, module.path:Name, or "
+    add("--environment", nargs="+", metavar="ID", help="ids of environments, module.path:Name, or "
         "agent:module.path:function")  # fmt: skip
     add("--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment; of several, "
         "those of each by its id")  # fmt: skip
-    add("--episodes", type=_positive, metavar="N", help="episodes in each environment, with the same seeds for all "
+    add("--episodes", type=positive_int, metavar="N", help="episodes in each environment, with the same seeds for all "
         f"policies (default: one for each row of --dataset_name, else {_EPISODES})")  # fmt: skip
-    add("--attempts", type=_positive, default=1, metavar="K", help="times that each episode is played, for pass@k "
+    add("--attempts", type=positive_int, default=1, metavar="K", help="times that each episode is played, for pass@k "
         "(default: 1)")  # fmt: skip
     add("--greedy", action="store_true", help="take the likeliest token instead of sampling")
     add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42), of "
         "episodes that no training plays")  # fmt: skip
+    panel = parser.add_argument_group("panels, which name episodes by their content")
+    panel.add_argument("--panel", metavar="FILE", help="play the episodes of a panel: a file of `panel make`, "
+                       "or a ready task's id, whose panel is shipped")  # fmt: skip
+    panel.add_argument("--compare", nargs="+", type=Path, metavar="RESULTS", help="compare the first policies of files "
+                       "results.json of one panel, without the models")  # fmt: skip
+    panel.add_argument("--allow_difference", nargs="+", default=[], metavar="NAME", help="limits and sampling settings that "
+                       "may differ between the files of --compare; the report names them")  # fmt: skip
     data = parser.add_argument_group("rows, which are handed to the environment's reset in order")
     data.add_argument("--dataset_name", metavar="NAME", help="Hub id, file or folder")
     data.add_argument("--dataset_config", metavar="NAME", help="its configuration")
@@ -114,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
     loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository, and "
                          "of metrics that are named on the Hub")  # fmt: skip
-    loading.add_argument("--generation_chunk_size", type=_positive, metavar="N", help="episodes that are decoded at once "
+    loading.add_argument("--generation_chunk_size", type=positive_int, metavar="N", help="episodes that are decoded at once "
                          "(default: all, with vLLM 256)")  # fmt: skip
     engine = parser.add_argument_group("sampling with vLLM instead of transformers")
     engine.add_argument("--use_vllm", action="store_true", help="sample with vLLM, which loads the base model and serves "
@@ -201,11 +213,28 @@ def main(argv: Sequence[str]) -> None:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(parser, unknown[0])
+    if options.compare is not None:
+        _take_only(
+            parser,
+            options,
+            ("compare", "allow_difference", "measure", "json"),
+            "with --compare, which reads files alone",
+        )
+        return compare_files(options.compare, options.allow_difference, options.measure, options.json)
+    if options.allow_difference:
+        parser.error("--allow_difference has no effect without --compare.")
+    if options.model is None or (options.environment is None and options.panel is None):
+        parser.error(
+            "MODEL and --environment ID are required, or MODEL and --panel FILE, or --compare RESULTS RESULTS."
+        )
+    panel = None if options.panel is None else _panel(parser, options)
     models = [options.model, *options.against]
     for model, option in zip(models, ["MODEL", *["--against"] * len(options.against)]):
         check_model(model, option=option)
     told = _settle(options, models)
     tasks = _tasks(options)
+    if panel is not None:
+        check_panel(panel, tasks[0].factory, tasks[0].rows)
     names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
     chosen = {name: getattr(options, name) for name in names}
     sampling = SamplingSettings(do_sample=not options.greedy, stop_strings=tuple(options.stop_strings), **chosen)
@@ -229,7 +258,7 @@ def main(argv: Sequence[str]) -> None:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
     if main_process:
-        _report(options, sampling, reports, run, console)
+        _report(options, sampling, reports, run, console, panel)
     if errors:
         raise errors[0]
 
@@ -260,31 +289,35 @@ def _report(
     reports: Sequence[EnvironmentReport],
     run: str,
     console: Console,
+    panel: EpisodePanel | None,
 ) -> None:
-    """Write the results, the picture and the model card, and print the tables or the JSON."""
+    """Write the results and the model card, and print the tables or the JSON."""
     folder = options.output_dir / run
     content = {
         "format": 1,
         "run": run,
         "settings": _settings(options, sampling),
-        "environments": [one.to_dict() for one in reports],
+        "environments": [one.to_dict(with_outcomes=panel is not None) for one in reports],
     }
+    if panel is not None:
+        content = sealed(content | {"panel": panel.to_dict()})
     write_json(folder / "results.json", content)
-    picture = plot(reports, folder / "results.png")
     card = None
     if not options.no_card and Path(options.model).is_dir():
-        rows = [row for report in reports for row in card_results(report, _played_with(options, report.environment))]
+        rows = [
+            row for report in reports for row in card_results(report, _played_with(options, report.environment, panel))
+        ]
         card = add_results(Path(options.model), rows)
     if options.json:
         print(json.dumps(content, indent=2))
         return
     for report in reports:
         show(console, report)
-    console.print(f"Results: {folder / 'results.json'}. Picture: {picture}. Episodes: {options.output_dir / 'rollouts'}."
+    console.print(f"Results: {folder / 'results.json'}. Episodes: {options.output_dir / 'rollouts'}."
                   + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
 
 
-def _played_with(options: argparse.Namespace, environment: str) -> dict[str, Any]:
+def _played_with(options: argparse.Namespace, environment: str, panel: EpisodePanel | None) -> dict[str, Any]:
     """Return the settings that a row of the card states."""
     limits = {name: getattr(options, name) for name in LIMITS} | (options.environment_limits or {}).get(environment, {})
     names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
@@ -296,7 +329,31 @@ def _played_with(options: argparse.Namespace, environment: str) -> dict[str, Any
         "limits": {name: value for name, value in stated.items() if value not in (None, [])},
         "episodes_of": "held out",
         "seed": options.seed,
+        **({} if panel is None else {"panel": panel.hash}),
     }
+
+
+def _take_only(parser: argparse.ArgumentParser, options: argparse.Namespace, taken: Sequence[str], where: str) -> None:
+    """End the command if another option than these was given."""
+    for name, value in vars(options).items():
+        if name not in taken and value != parser.get_default(name):
+            parser.error(f"{'MODEL' if name == 'model' else f'--{name}'} has no effect {where}.")
+
+
+def _panel(parser: argparse.ArgumentParser, options: argparse.Namespace) -> EpisodePanel:
+    """Read the panel, and set the options that it decides."""
+    decided = ("environment", "environment_args", "episodes", "seed", "dataset_config", "dataset_test_split")
+    _take_only(
+        parser, options, [name for name in vars(options) if name not in decided], "with --panel, which decides it"
+    )
+    panel = read_panel(options.panel)
+    dataset = dict(panel.dataset or {})
+    if options.dataset_name is not None:  # a copy elsewhere; the hashes of its rows are checked
+        dataset["dataset_name"] = options.dataset_name
+    for name, value in {**dataset, "environment": [panel.environment], "environment_args": panel.arguments,
+                        "episodes": len(panel.seeds), "seed": panel.seed}.items():  # fmt: skip
+        setattr(options, name, value)
+    return panel
 
 
 def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
@@ -314,7 +371,7 @@ def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
             raise ValueError(f"{option} is by id of the environment ({', '.join(ids)}), got {unknown[0]!r}.")
     names = [one.name for one in fields(EpisodeOptions)]
     episode = EpisodeOptions(**{name: getattr(options, name) for name in names})
-    rows = _rows(options)
+    rows = dataset_rows(options)
     tasks = []
     for name in ids:
         own = rows if rows is None or len(ids) == 1 else _rows_of(name, rows)
@@ -334,7 +391,12 @@ def _rows_of(environment: str, rows: Sequence[dict[str, Any]]) -> list[dict[str,
     return [{column: value for column, value in row.items() if column != COLUMN} for row in own]
 
 
-def _rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
+def dataset_rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """Read the rows that ``--dataset_name``, ``--dataset_config`` and ``--dataset_test_split`` name; None without a name.
+
+    Raises:
+        ValueError: If they cannot be loaded.
+    """
     if options.dataset_name is None:
         return None
     try:
@@ -464,8 +526,9 @@ def _progress(console: Console, title: str, episodes: int) -> Iterator[Callable[
 
 def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[str, Any]:
     """Return the options that decide what is played, as JSON-ready data."""
-    left_out = ("output_dir", "json", "no_card", "metric", "reference")
+    left_out = ("output_dir", "json", "no_card", "metric", "reference", "compare", "allow_difference")
     chosen = {name: value for name, value in vars(options).items() if name not in left_out}
+    chosen["versions"] = {name: version(name) for name in ("agile-trainers", "transformers", "torch")}
     arguments = withheld_values(_plain(options.environment_args))
     return masked(_plain(chosen | {"environment_args": arguments, "do_sample": sampling.do_sample}))
 
@@ -475,7 +538,12 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda it: it.tolist() if hasattr(it, "tolist") else str(it)))
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Read the value of an option that takes a whole number of at least 1; a ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is anything else.
+    """
     try:
         value = int(text)
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""Shows the results of ``agile-trainers eval``: a table, sentences, a picture, JSON and rows of a model card."""
+"""Shows the results of ``agile-trainers eval``: a table, sentences, JSON and rows of a model card."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,17 @@ from rich.table import Table
 from agile_trainers.checkpoints.disclosure import masked
 from agile_trainers.checkpoints.model_card import result
 from agile_trainers.envs.registry import describe_environment
-from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
-from agile_trainers.imports import matplotlib_apart
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-"""Okabe and Ito's colors, which can be told apart with any colour vision."""
+from agile_trainers.evaluation import (
+    Comparison,
+    EpisodeResults,
+    Estimate,
+    PolicySummary,
+    compare_policies,
+    summarize_policy,
+)
+from agile_trainers.evaluation.comparison import Measure
+from agile_trainers.evaluation.panels import check_comparable, outcomes, read_results
+from agile_trainers.evaluation.results import reported_together
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,15 @@ class EnvironmentReport:
         refusals = dict.fromkeys(one.refusal for one in means if one is not None and one.refusal)
         return said + [f"No interval of the return: {reason}" for reason in refusals]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
-        policies = [
+    def to_dict(self, with_outcomes: bool = False) -> dict[str, Any]:
+        """Return the report as JSON-ready data.
+
+        Args:
+            with_outcomes: Whether it holds the outcome of each episode.
+        """
+        policies: list[dict[str, Any]] = [
             {"policy": one.policy, **one.summary.to_dict(), "metrics": one.metrics, "records": one.records}
+            | ({"outcomes": outcomes(one.results)} if with_outcomes else {})
             for one in self.played
         ]
         pairs = zip(self.comparisons, self.played[1:], self.sentences())
@@ -88,6 +100,40 @@ class EnvironmentReport:
 def _first_error(results: EpisodeResults) -> str:
     error = next((one.error for one in results.trajectories if one.error is not None), None)
     return "" if error is None else f"The first error: {error}"
+
+
+def compare_files(files: Sequence[Path], allowed: Sequence[str], measure: Measure | None, as_json: bool) -> None:
+    """Compare the first policy of a file with those of other files, and print the report.
+
+    Args:
+        files: ``results.json`` of ``eval --panel``.
+        allowed: Names of settings that may differ.
+        measure: Of the comparison; None: success where it is reported.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ValueError: If there is one file only, or two results are not comparable.
+    """
+    if len(files) < 2:
+        raise ValueError(f"--compare needs at least two files of results, got {len(files)}.")
+    first, *others = read = [read_results(path) for path in files]
+    notes = [note for other in others for note in check_comparable(first, other, allowed)]
+    names = [one.policy for one in read]
+    counted = reported_together([one.results for one in read])
+    played = [
+        Played(name if names.count(name) == 1 else f"{name} ({path})", summarize_policy(results), results, {}, None)
+        for name, path, results in zip(names, files, counted)
+    ]
+    report = EnvironmentReport(first.panel.environment, played, compare_policies(*counted, measure=measure))
+    if as_json:
+        print(json.dumps({"panel": first.panel.hash, "differences": notes, **report.to_dict()}, indent=2))
+        return
+    console = Console()
+    show(console, report)
+    starts = first.panel.different_starts
+    told = f"Panel {first.panel.hash}" + ("." if starts is None else f", of {starts} different starts.")
+    for note in [*notes, told]:
+        console.print(escape(note), highlight=False, soft_wrap=True)
 
 
 def show(console: Console, report: EnvironmentReport) -> None:
@@ -143,59 +189,6 @@ def _number(estimate: Estimate | None) -> str:
 
 def _value(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
-
-
-def plot(reports: Sequence[EnvironmentReport], path: Path) -> Path:
-    """Draw success and return of every policy with their intervals, a row of panels for each environment.
-
-    Args:
-        reports: One per environment.
-        path: PNG file to write.
-
-    Returns:
-        ``path``.
-    """
-    with matplotlib_apart():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    names = [one.policy for one in reports[0].played]
-    longest = max(map(len, names))
-    size = (6 + 0.09 * min(longest, 60), (1.1 + 0.45 * len(names)) * len(reports) + 0.2)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(reports), 2, squeeze=False, sharey=True)
-    for axes, report in zip(grid, reports):
-        summaries = [one.summary for one in report.played]
-        _panel(axes[0], [one.success for one in summaries], "success", scale=100)
-        _panel(axes[1], [one.episode_return for one in summaries], "return")
-        axes[0].set_yticks(range(len(names)), [_shortened(name) for name in names])
-        axes[0].set_ylim(len(names) - 0.5, -0.5)
-        axes[0].set_xlabel("success (%)" if any(one.success for one in summaries) else "success: not reported")
-        axes[0].set_title(report.environment, loc="left", fontsize="medium")
-        first = summaries[0]
-        axes[1].set_title(f"{first.episodes:,} episodes, 95% intervals", loc="right", fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
-    return path
-
-
-def _panel(axes: Any, estimates: Sequence[Estimate | None], label: str, scale: float = 1.0) -> None:
-    for place, one in enumerate(estimates):
-        if one is not None:
-            color, value = COLORS[place % len(COLORS)], one.value * scale
-            if one.low is not None and one.high is not None:
-                axes.plot([one.low * scale, one.high * scale], [place, place], color=color, linewidth=3, alpha=0.5)
-            axes.plot([value], [place], color=color, marker="o", linestyle="none")
-            text = f"{value:.1f}" if scale == 100 else f"{value:.3f}"
-            axes.annotate(text, (value, place), (0, 7), textcoords="offset points", ha="center", fontsize="small")
-    axes.set_xlabel(label)
-    axes.margins(x=0.12)
-    axes.grid(axis="x", alpha=0.3)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
-def _shortened(name: str, longest: int = 60) -> str:
-    return name if len(name) <= longest else f"...{name[-longest + 3 :]}"
 
 
 def _interval(estimate: Estimate) -> dict[str, list[float]]:

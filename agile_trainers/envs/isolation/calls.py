@@ -76,8 +76,6 @@ def run_isolated(
         IsolatedError: If the function raised, used too much memory, or returned a value that is not JSON, or if its process
             died or sent anything that is not its reply.
     """
-    if not 0 < memory <= _MOST_MEMORY:
-        raise ValueError(f"memory must be between 1 and {_MOST_MEMORY} megabytes, got {memory}.")
     if required_by is not None:
         isolation.require(required_by)
     key = isolation.level(), function.__code__.co_filename

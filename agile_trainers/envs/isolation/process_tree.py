@@ -38,6 +38,8 @@ _ENDING_SECONDS = 60.0
 _PAUSE = 0.005
 _GRACE_SECONDS = 2.0
 """Seconds from SIGTERM to SIGKILL at a program's time limit."""
+_KEPT_GRACE_SECONDS = 10.0
+"""The same for a command that is kept beside its parent: a vLLM server first ends its engines."""
 _PARENT_SECONDS = 2.0
 """Seconds between two looks at whether the parent lives."""
 _ABANDONED_SECONDS = 60.0
@@ -148,7 +150,7 @@ def keep_program(spec: dict[str, Any], control: IO[bytes], report: IO[bytes]) ->
     Args:
         spec: ``command``, ``env``, ``folders`` (variable to the name of a further folder), ``stdin``, ``timeout``
             (seconds, or None), ``limit`` (bytes of each output), ``secrets``, ``parent`` (a process id), ``place`` (where
-            folders are made), ``isolated`` (the beginning of a command that isolates the program, see ``programs.py``;
+            folders are made), ``isolated`` (the beginning of a command that isolates the program, see ``levels.py``;
             empty: none), ``port`` (of the endpoint, for an isolated program).
         control: Closed by whoever no longer needs the folder.
         report: Gets the folder's name, then the end: ``status``, ``timed_out``, ``stdout``, ``stderr``, or ``error``.
@@ -375,6 +377,8 @@ def _remove(folder: str) -> None:
 def keep_command(parent: int, command: list[str]) -> int:
     """Run a command beside its parent, and return its exit code; whatever ends first takes everything below with it.
 
+    The command first gets SIGTERM, so that it removes what it has made.
+
     Args:
         parent: The parent's process id.
         command: The command. Its outputs are those of this process, whose input the parent closes to end it.
@@ -386,6 +390,11 @@ def keep_command(parent: int, command: list[str]) -> int:
         kept = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         while (code := reap(kept.pid)) is None and not wakes.asked:
             wakes.wait()
+    if code is None:  # what it shares with processes below it, shared memory too, it alone removes
+        os.kill(kept.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _KEPT_GRACE_SECONDS
+        while (code := reap(kept.pid)) is None and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
     killed = kill_descendants(kept.pid)
     kept.returncode = code if code is not None else killed if killed is not None else -signal.SIGKILL
     return kept.returncode

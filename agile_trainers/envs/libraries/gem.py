@@ -104,7 +104,7 @@ class GemEnvironment:
     Raises:
         ImportError: If GEM is not installed.
         ValueError: If a wrapper is unknown, or repeats the conversation in every observation.
-        RuntimeError: If the game needs NLTK's word list, which is missing.
+        LookupError: Of NLTK, if the game needs its word list, which is missing.
         IsolationError: If the environment evaluates a model's text, but this machine has no isolation and running without
             it is not allowed.
     """
@@ -115,12 +115,7 @@ class GemEnvironment:
         self._return = 0.0
         make = _gem().make
         with self._random.in_place():
-            try:
-                self.game = isolate(f"gem:{game}", make(game, **kwargs))
-            except LookupError as error:
-                raise RuntimeError(
-                    f"gem:{game} needs NLTK's word list, which is not installed. Run: python -m nltk.downloader words"
-                ) from error
+            self.game = isolate(f"gem:{game}", make(game, **kwargs))
         # Only the game itself uses random numbers; a slow tool must not block other instances.
         self._tooled = self.game
         self.game.reset, self.game.step = self._seeded(self.game.reset), self._seeded(self.game.step)

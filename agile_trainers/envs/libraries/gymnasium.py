@@ -104,7 +104,8 @@ class GymnasiumEnvironment:
 
     Raises:
         ImportError: If Gymnasium is not installed.
-        ValueError: If the environment does not read one of ``kwargs``, or its spaces cannot be written as text.
+        ValueError: If its spaces cannot be written as text.
+        TypeError: Of Gymnasium, if the environment does not read one of ``kwargs``.
     """
 
     def __init__(self, name: str, *, actions: Sequence[str] | None = None, rules: str | None = None, **kwargs: Any):
@@ -115,10 +116,7 @@ class GymnasiumEnvironment:
         self.rules = rules if rules is not None else (self._toy.rules if self._toy else "")
         if "ansi" in _render_modes(spec):
             kwargs.setdefault("render_mode", "ansi")
-        try:
-            self.game = self._gym.make(name, **kwargs)
-        except TypeError as error:
-            raise ValueError(f"{self.name} cannot be made from the arguments {kwargs}: {error}") from error
+        self.game = self._gym.make(name, **kwargs)
         self.actions = self._action_names(actions)
         self._check_observations()
 

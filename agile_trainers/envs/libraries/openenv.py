@@ -1,4 +1,4 @@
-"""Adapts OpenEnv servers (https://github.com/meta-pytorch/OpenEnv) to the protocol, over websocket or HTTP.
+"""Adapts OpenEnv servers (https://github.com/meta-pytorch/OpenEnv) to the protocol, over a websocket.
 
 The wire format is implemented here, so neither OpenEnv nor a server's own package needs to be installed.
 """
@@ -64,8 +64,6 @@ class OpenEnvEnvironment:
         url: Address of the server, for example ``http://localhost:8000``.
         action_field: Field of the action that the answer fills. Default: see above.
         observation_field: Field of the observation that the model sees. Default: see above.
-        transport: ``"websocket"``, or ``"http"`` for servers that keep the episode between requests; OpenEnv's own servers
-            make a new environment for each request.
         timeout: Seconds to wait for the server's answer.
         retries: Further attempts of ``reset``.
         backoff: Seconds before the first further attempt; every later pause is twice as long.
@@ -82,7 +80,6 @@ class OpenEnvEnvironment:
         *,
         action_field: str | None = None,
         observation_field: str | None = None,
-        transport: Literal["websocket", "http"] = "websocket",
         timeout: float = 60.0,
         retries: int = 4,
         backoff: float = 0.5,
@@ -91,17 +88,11 @@ class OpenEnvEnvironment:
         address = urlsplit(url)
         if address.scheme not in _SCHEMES or not address.netloc:
             raise ValueError(f"An OpenEnv server's address looks like http://localhost:8000, got {url!r}.")
-        if transport not in ("websocket", "http"):
-            raise ValueError(f"transport must be 'websocket' or 'http', got {transport!r}.")
-        if timeout <= 0 or retries < 0 or backoff < 0:
-            raise ValueError(
-                f"timeout must be positive, retries and backoff at least 0; got {timeout}, {retries} and {backoff}."
-            )
         rest = f"://{address.netloc}{address.path.rstrip('/')}"
         self.name = f"openenv:{url}"
         self.http_url = ("https" if address.scheme in ("https", "wss") else "http") + rest
         self.websocket_url = f"{_SCHEMES[address.scheme]}{rest}/ws"
-        self.transport, self.timeout, self.retries, self.backoff = transport, timeout, retries, backoff
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self._local = address.hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy in between
         schema = self._schema()
         self.action_schema = schema["action"]
@@ -179,8 +170,6 @@ class OpenEnvEnvironment:
         return json.dumps(shown, ensure_ascii=False)
 
     async def _call(self, kind: Literal["reset", "step"], data: dict[str, Any]) -> dict[str, Any]:
-        if self.transport == "http":
-            return await self._post(f"{self.http_url}/{kind}", data if kind == "reset" else {"action": data})
         if kind == "reset":
             await self._connect()
         websockets = importlib.import_module("websockets")
@@ -218,20 +207,6 @@ class OpenEnvEnvironment:
             )
         except (TimeoutError, OSError, importlib.import_module("websockets").exceptions.InvalidHandshake) as error:
             raise OpenEnvUnavailableError(f"{self.name} cannot be reached: {error}") from error
-
-    async def _post(self, url: str, data: dict[str, Any]) -> dict[str, Any]:
-        httpx = importlib.import_module("httpx")
-        try:
-            async with httpx.AsyncClient(timeout=self.timeout, trust_env=not self._local) as client:
-                response = await client.post(url, json=data)
-        except httpx.TransportError as error:
-            raise OpenEnvUnavailableError(f"{self.name} cannot be reached: {error!r}") from error
-        if response.status_code in (429, 502, 503, 504):
-            raise OpenEnvUnavailableError(f"{self.name} is busy: HTTP {response.status_code} {response.text[:200]}")
-        if response.status_code != 200:
-            code = "VALIDATION_ERROR" if response.status_code == 422 else str(response.status_code)
-            raise OpenEnvError(f"{self.name}: HTTP {response.status_code} {response.text[:500]}", code)
-        return response.json()
 
     def _schema(self) -> dict[str, Any]:
         httpx = importlib.import_module("httpx")

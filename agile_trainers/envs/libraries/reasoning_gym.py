@@ -20,7 +20,6 @@ from agile_trainers.envs.libraries.global_random import LOCK, OwnRandomState
 from agile_trainers.envs.questions.answers import final_answer
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
-from agile_trainers.imports import nearest
 from agile_trainers.types import Message
 
 _CACHED_ROWS = 4096
@@ -117,8 +116,6 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         size: int = 10_000,
         **config: Any,
     ):
-        if name not in listed():
-            raise ValueError(f"reasoning-gym has no data set {name!r}{nearest(name, listed()) or '.'}")
         self.name = f"reasoning_gym:{name}"
         self.items = _items(name, size, _check_kwargs(name, config))
         super().__init__(

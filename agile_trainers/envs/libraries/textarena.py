@@ -58,15 +58,6 @@ list, Crosswords its tagger, TwentyQuestions and GuessWho a key for OpenRouter; 
 Slitherlink and ThreeCardMonte are broken in that release."""
 
 
-def games() -> list[str]:
-    """List all ids of TextArena, games for several players included.
-
-    Raises:
-        ImportError: If TextArena is not installed.
-    """
-    return list(_registry())
-
-
 def listed() -> list[str]:
     """List the ids of games for one player without further requirements."""
     return [game for game in OFFLINE_GAMES if game in _registry()]
@@ -103,7 +94,8 @@ class TextArenaEnvironment:
     Raises:
         ImportError: If TextArena is not installed.
         ValueError: If the game does not read one of ``kwargs``, or is for several players.
-        RuntimeError: If the game needs a missing download, a key or a newer Python.
+        LookupError: Of NLTK, if the game needs a missing download.
+        RuntimeError: If the game needs a key or a newer Python.
     """
 
     def __init__(self, game: str, **kwargs: Any):
@@ -118,13 +110,6 @@ class TextArenaEnvironment:
                 while isinstance(self.game, textarena.Wrapper):
                     self.game = self.game.env
                 self._check_players(textarena)
-            except LookupError as error:
-                if type(error) is not LookupError:  # NLTK's error; subclasses are the game's own errors
-                    raise
-                raise RuntimeError(
-                    f"{self.name} needs NLTK's data, which is not installed. Run: python -m nltk.downloader words "
-                    "averaged_perceptron_tagger_eng universal_tagset"
-                ) from error
             except (SyntaxError, ImportError, AttributeError, OSError) as error:
                 raise RuntimeError(f"{self.name} does not load: {type(error).__name__}: {error}") from error
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
-from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, parse_tool_calls
 from agile_trainers.envs.tools.toolbox import (
     CallFormat,
+    MalformedCall,
     Toolbox,
+    ToolCall,
     as_observation,
     count_failed,
     describe_tools,
     dropping_results,
+    parse_tool_calls,
 )
+from agile_trainers.imports import load_named
 from agile_trainers.types import Message
 
 _OWN_METHODS = ("reset", "get_reward")
@@ -32,13 +34,7 @@ def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
     Raises:
         ValueError: If there is no such name; see also :func:`trl_environment`.
     """
-    try:
-        factory = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"trl:{path} must be trl:module.path:Name of an environment_factory of TRL's: {error}"
-        ) from error
-    return trl_environment(factory, **kwargs)
+    return trl_environment(load_named(path), **kwargs)
 
 
 class _NoObject:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_options
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[[str, Any, str], float]
 """``reward_fn(completion, answer, question)``."""
-TRLRewardFunction = Callable[..., list[float | None]]
-"""TRL's reward function ``reward(prompts=..., completions=..., **columns)``; all lists have one item per episode."""
 _WRONG_TRIES = 100
 
 
@@ -44,11 +39,8 @@ class ReasoningEnvironment:
             never include the question itself.
         demonstration: An ideal answer, for examples and demonstrations: a template with ``{answer}``, or a function of the
             row.
-        reward_fn: ``reward_fn(completion, answer, question)``. Default, if there is no other reward function:
+        reward_fn: ``reward_fn(completion, answer, question)``. Default:
             :func:`~agile_trainers.envs.questions.answers.exact_match`.
-        reward_funcs: One or several of TRL's reward functions, whose rewards are added. They get the row's columns, and
-            ``solution`` (the answer) if the row has no such column. A reward of None counts as 0.
-        reward_weights: A weight for each of ``reward_funcs``. Default: 1.
         success_reward: Smallest reward that counts as a success.
         split: Split to play.
         test_fraction: Share of the questions in ``test``, if the data has only one split.
@@ -69,23 +61,14 @@ class ReasoningEnvironment:
         system_prompt: str | None = None,
         few_shot: int | Sequence[Row] = 0,
         demonstration: str | Callable[[Row], str] = "{answer}",
-        reward_fn: RewardFunction | None = None,
-        reward_funcs: TRLRewardFunction | Sequence[TRLRewardFunction] = (),
-        reward_weights: Sequence[float] | None = None,
+        reward_fn: RewardFunction = exact_match,
         success_reward: float = 1.0,
         split: str = TRAIN,
         test_fraction: float = 0.1,
     ):
         self.question, self.answer, self.demonstration = question, answer, demonstration
         self.template = _messages(template, system_prompt)
-        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-        self.reward_fn = exact_match if reward_fn is None and not self.reward_funcs else reward_fn
-        self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else list(reward_weights)
-        self.success_reward, self.split = success_reward, split
-        if len(self.reward_weights) != len(self.reward_funcs):
-            raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} entries for {len(self.reward_funcs)} reward_funcs."
-            )
+        self.reward_fn, self.success_reward, self.split = reward_fn, success_reward, split
         self.rows: Rows | None = None
         if data is not None:
             is_rows = hasattr(data, "row") and hasattr(data, "count")
@@ -144,22 +127,8 @@ class ReasoningEnvironment:
         return messages + _filled(asked, row)
 
     def score(self, completion: str, row: Row) -> float:
-        """Return the reward of a completion.
-
-        Raises:
-            ValueError: If a reward function returns something other than a finite number.
-        """
-        answer, question = self.answer_to(row), str(row[self.question])
-        total = 0.0
-        if self.reward_fn is not None:
-            total += _finite(self.reward_fn(completion, answer, question), self.reward_fn, completion, question)
-        if self.reward_funcs:
-            columns = {name: [value] for name, value in {"solution": answer, **row}.items()}
-            columns |= {"prompts": [self.prompt(row)], "completions": [[{"role": "assistant", "content": completion}]]}
-            for weight, function in zip(self.reward_weights, self.reward_funcs):
-                value = function(**columns)[0]
-                total += weight * (0.0 if value is None else _finite(value, function, completion, question))
-        return total
+        """Return the reward of a completion."""
+        return float(self.reward_fn(completion, self.answer_to(row), str(row[self.question])))
 
     # --------------------------------------------------------------------------------------------------------- rows
 
@@ -195,11 +164,10 @@ class ReasoningEnvironment:
         self._check_split(split)
         assert self.rows is not None
         available = self.rows.count(split)
-        if count is None and available is None:
-            raise ValueError(f"{self.name} generates any number of rows: pass a count, as in dataset({split!r}, 100).")
         count = available if count is None else count
-        if count is None or count < 1 or (available is not None and count > available):
-            raise ValueError(f"count must be between 1 and the {available} rows of the split {split!r}, got {count}.")
+        if count is None or (available is not None and count > available):
+            there = "rows without end" if available is None else f"{available} rows"
+            raise ValueError(f"The split {split!r} of {self.name} has {there}: pass a count of them, got {count}.")
         return Dataset.from_dict({"split": [split] * count, "row": list(range(count))})
 
     def demonstrations(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
@@ -302,10 +270,7 @@ def _messages(template: str | Sequence[Message], system_prompt: str | None) -> l
 
 def _fields(template: str) -> list[str]:
     """Return the names of the columns in a template."""
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ValueError(f"The template {template!r} cannot be read: {error}. Write a literal brace twice.") from error
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     if "" in names:
         raise ValueError(f"The template {template!r} contains an empty {{}}. Write a literal brace twice: {{{{}}}}.")
     return names
@@ -321,13 +286,3 @@ def _said(completion: str) -> Message:
 
 def _as_observation(messages: list[Message]) -> Observation:
     return messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
-
-
-def _finite(value: Any, function: Any, completion: str, question: str) -> float:
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    name = function.__name__ if inspect.isfunction(function) else repr(function)
-    raise ValueError(
-        f"The reward function {name} returned {value!r} for the completion {completion[:80]!r} to the question "
-        f"{question[:80]!r}; expected a finite number. A NaN would invalidate the advantages of the whole group."
-    )

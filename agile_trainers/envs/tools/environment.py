@@ -9,7 +9,6 @@ from agile_trainers.envs.base import Observation, ResetResult, StepResult
 from agile_trainers.envs.isolation.levels import require
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import Row
-from agile_trainers.envs.tools.calls import parse_tool_calls
 from agile_trainers.envs.tools.python_sandbox import python
 from agile_trainers.envs.tools.toolbox import (
     CALL_EXAMPLES,
@@ -19,6 +18,7 @@ from agile_trainers.envs.tools.toolbox import (
     count_failed,
     describe_tools,
     dropping_results,
+    parse_tool_calls,
 )
 from agile_trainers.types import Message
 
@@ -31,7 +31,7 @@ class ToolEnvironment(ReasoningEnvironment):
 
     A tool is a typed function with a Google-style docstring that describes it and every argument;
     ``transformers.utils.get_json_schema`` makes its schema. The model sees its result, as JSON unless it is text, or its
-    exception. Calls are read from the model's text in both formats of :mod:`~agile_trainers.envs.tools.calls`. For a call
+    exception. Calls are read from the model's text in both formats of :mod:`~agile_trainers.envs.tools.toolbox`. For a call
     that is malformed, or has an unknown tool or wrong arguments, the model sees the expected form.
 
     ``info`` counts ``calls`` and ``failed_calls`` (of any kind) of the episode. Reaching ``max_turns`` without an answer
@@ -54,7 +54,8 @@ class ToolEnvironment(ReasoningEnvironment):
         options: Further arguments of ``ReasoningEnvironment``: ``reward_fn``, ``template``, ``split``, ...
 
     Raises:
-        ValueError: If a tool has no usable docstring or type hints, two have the same name, or an option is wrong.
+        ValueError: If two tools have the same name, or an option is wrong.
+        Exception: Of transformers, if a tool has no usable docstring or type hints.
     """
 
     name = "ToolEnvironment"
@@ -79,8 +80,6 @@ class ToolEnvironment(ReasoningEnvironment):
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-        if max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
         self._toolbox = Toolbox(tools)
         self.schemas, self.tools = self._toolbox.schemas, self._toolbox.tools
         for name, tool in self.tools.items():

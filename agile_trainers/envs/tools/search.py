@@ -1,19 +1,14 @@
-"""Finds passages for a query, in an index in memory or on a server."""
+"""Searches: an index in memory, and an environment that asks and answers with any search."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import string
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
-
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from agile_trainers.envs.base import ResetResult, StepResult
 from agile_trainers.envs.questions.answers import normalized, read_number, tagged
@@ -22,9 +17,6 @@ from agile_trainers.envs.questions.rows import Row
 
 Search = Callable[[str], list[str]]
 """Function from a query to passages, best first."""
-
-_MAX_RESPONSE = 10_000_000
-"""Maximum number of bytes of a server's answer."""
 
 
 class BM25Index:
@@ -40,15 +32,12 @@ class BM25Index:
         b: Penalty on long passages, in [0, 1]. Default 0.75.
 
     Raises:
-        ValueError: If there is no passage or a parameter is out of range.
+        ValueError: If there is no passage.
     """
 
     def __init__(self, passages: Sequence[str], top_k: int = 3, k1: float = 1.5, b: float = 0.75):
-        if not passages or top_k < 1 or k1 < 0 or not 0 <= b <= 1:
-            raise ValueError(
-                f"Expected at least one passage, top_k >= 1, k1 >= 0 and b in [0, 1]; got {len(passages)} passages, "
-                f"{top_k=}, {k1=}, {b=}."
-            )
+        if not passages:
+            raise ValueError("BM25Index needs at least one passage.")
         self.passages, self.top_k = list(passages), top_k
         counts = [Counter(_words(passage)) for passage in self.passages]
         mean = sum(count.total() for count in counts) / len(counts) or 1.0
@@ -78,92 +67,6 @@ class BM25Index:
         return scores
 
 
-class SearchServerError(RuntimeError):
-    """Raised when a search server fails after all retries."""
-
-
-class HttpSearch:
-    """Searches with a server, by HTTP POST of JSON.
-
-    Connection errors, timeouts and the status codes 429 and 5xx are retried after ``backoff``, twice that, four times
-    that, ... seconds. The last error is raised, so that the episode is not trained on.
-
-    Args:
-        url: Address of the server.
-        payload: Function from the query to the JSON of the request. Default: ``{"query": query, "top_k": 3}``.
-        passages: Function from the JSON of the response to the passages. Default: ``response["passages"]``.
-        timeout: Seconds per attempt.
-        retries: Attempts after the first one.
-        backoff: Seconds before the second attempt.
-        headers: Further headers of the request (an API key, for example).
-
-    Raises:
-        ValueError: If the URL is not http(s) or a number is negative.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        payload: Callable[[str], Any] = lambda query: {"query": query, "top_k": 3},
-        passages: Callable[[Any], list[str]] = lambda response: response["passages"],
-        *,
-        timeout: float = 10.0,
-        retries: int = 3,
-        backoff: float = 0.5,
-        headers: dict[str, str] | None = None,
-    ):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"The search server's URL must begin with http:// or https://, got {url!r}.")
-        if timeout <= 0 or retries < 0 or backoff < 0:
-            raise ValueError(
-                f"timeout must be positive, retries and backoff not negative; {timeout=}, {retries=}, {backoff=}."
-            )
-        self.url, self.payload, self.passages = url, payload, passages
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.headers = {"Content-Type": "application/json", **(headers or {})}
-
-    def __call__(self, query: str) -> list[str]:
-        """Return the passages found for a query.
-
-        Raises:
-            SearchServerError: If the server fails or its answer contains no passages.
-        """
-        body = json.dumps(self.payload(query)).encode()
-        retrying = Retrying(
-            retry=retry_if_exception(_may_pass), stop=stop_after_attempt(1 + self.retries),
-            wait=wait_exponential(self.backoff), reraise=True,
-        )  # fmt: skip
-        try:
-            return self._passages(retrying(self._post, body))
-        except OSError as error:
-            tried = retrying.statistics["attempt_number"]
-            raise SearchServerError(f"{self.url} did not answer a search in {tried} attempt(s): {error}") from error
-
-    def _post(self, body: bytes) -> bytes:
-        request = urllib.request.Request(self.url, body, self.headers, method="POST")
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            return response.read(_MAX_RESPONSE)
-
-    def _passages(self, body: bytes) -> list[str]:
-        try:
-            found = self.passages(json.loads(body))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise SearchServerError(
-                f"{self.url} answered {body[:80]!r}, which has no passages ({error!r}). Pass `passages`, a function that "
-                "extracts them from the JSON."
-            ) from error
-        if not isinstance(found, list) or not all(isinstance(passage, str) for passage in found):
-            raise SearchServerError(f"{self.url}: expected a list of texts as passages, got {str(found)[:80]!r}.")
-        return found
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Return whether another attempt may succeed: after broken connections, timeouts, and an answer that says so."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code == 429 or error.code >= 500
-    return isinstance(error, OSError)
-
-
 def _words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
@@ -189,8 +92,8 @@ class SearchEnvironment(ReasoningEnvironment):
     reaches its limit without an ``<answer>`` is truncated.
 
     Args:
-        search: Finds passages, a :class:`~agile_trainers.envs.tools.search.BM25Index` or
-            :class:`~agile_trainers.envs.tools.search.HttpSearch` for example. Shared by all instances.
+        search: Finds passages: a :class:`~agile_trainers.envs.tools.search.BM25Index`, or any function from a query to
+            texts, best first. Shared by all instances. An episode in which it raises is not trained on.
         data: Rows of question and answer, as for :class:`~agile_trainers.envs.questions.environment.ReasoningEnvironment`.
             An answer may be a list of accepted ones.
         max_searches: Searches per episode; further ones are rejected.
@@ -201,7 +104,7 @@ class SearchEnvironment(ReasoningEnvironment):
             ``system_prompt`` to ``INSTRUCTIONS``.
 
     Raises:
-        ValueError: If a limit is not positive or an option is wrong.
+        ValueError: If an option is wrong.
     """
 
     name = "SearchEnvironment"
@@ -220,10 +123,6 @@ class SearchEnvironment(ReasoningEnvironment):
         self.search, self.max_searches, self.format_reward = search, max_searches, format_reward
         self.max_turns = max_searches + 2 if max_turns is None else max_turns
         self.max_passage_length = max_passage_length
-        if min(max_searches, self.max_turns, max_passage_length) < 1:
-            raise ValueError(
-                f"Limits must be at least 1, got {max_searches=}, max_turns={self.max_turns}, {max_passage_length=}."
-            )
         searches = "once" if max_searches == 1 else f"up to {max_searches} times"
         defaults = {"reward_fn": answer_match, "system_prompt": INSTRUCTIONS.format(searches=searches)}
         super().__init__(data, **{**defaults, **options})
@@ -234,11 +133,7 @@ class SearchEnvironment(ReasoningEnvironment):
         return super().reset(seed, options)
 
     def step(self, action: str) -> StepResult:
-        """Run the search, or reward the answer.
-
-        Raises:
-            SearchServerError: If the search engine fails; the episode is then not trained on.
-        """
+        """Run the search, or reward the answer."""
         self.turns += 1
         tags = tagged(action, *_TAGS)
         if len(tags) == 1 and tags[0][0] == "answer":

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
+from agile_trainers.envs.tools.toolbox import ToolCall, parse_tool_calls
 from agile_trainers.rollout.agents.dialects.base import parse as strict_json
 from agile_trainers.rollout.agents.requests import CalledTool, Choice, Refusal
 from agile_trainers.types import Message

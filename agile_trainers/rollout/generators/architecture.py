@@ -10,8 +10,9 @@ import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-_DECODES_OTHERWISE = ("minimax", "nemotron_h", "zamba2")
-"""Model types whose cached decoding differs from a pass over the whole conversation."""
+_DECODES_OTHERWISE = ("falcon_mamba", "mamba", "mamba2", "minimax", "nemotron_h", "zamba2")
+"""Model types whose cached decoding differs from a pass over the whole conversation; Mamba's takes no mask of earlier
+tokens."""
 _READS_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 """Model types whose recurrence includes padding."""
 

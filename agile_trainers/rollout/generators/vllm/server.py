@@ -151,7 +151,8 @@ class VllmServer(AdapterHost[str]):
             response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
         if response.status_code == 200:
             return
-        hint = f"The server must be able to read {body.get('lora_path')}: choose an output_dir on a shared file system."
+        path = body.get("lora_path")
+        hint = f"The server must be able to read {path}: choose an output_dir on a shared file system." if path else ""
         if response.status_code in (401, 403):
             hint = "A proxy in front of the server rejected the request, or the server needs an API key."
         elif response.status_code == 404 and "Not Found" in response.text:  # the route does not exist
@@ -169,7 +170,7 @@ class ServerGenerator:
     one of the lowest episode is sent next: batches that are trained first have the lower ones.
 
     Args:
-        server: The server, or several. Others may use it at the same time.
+        servers: Which others may use at the same time. Their adapters go with the last object that holds ``servers``.
         eos_token_ids: Tokens that end an answer; they belong to it.
         settings: Sampling options. The server finds stop strings with its own tokenizer.
         tokenizer: Needed for ``settings.stop_strings`` only.
@@ -182,7 +183,7 @@ class ServerGenerator:
 
     def __init__(
         self,
-        server: VllmServer | VllmServers,
+        servers: VllmServers,
         *,
         eos_token_ids: Sequence[int],
         settings: SamplingSettings,
@@ -191,8 +192,8 @@ class ServerGenerator:
     ) -> None:
         check_settings(settings)
         _check_stop_strings(settings)
-        check_token_ids("eos_token_ids", eos_token_ids, server.vocab_size)
-        self._server = server if isinstance(server, VllmServers) else VllmServers([server])
+        check_token_ids("eos_token_ids", eos_token_ids, servers.vocab_size)
+        self._servers = servers
         self._adapter_of = adapter_of
         self._settings, self._eos = settings, frozenset(eos_token_ids)
         self._fields = sampling_fields(settings, eos_token_ids)
@@ -206,7 +207,7 @@ class ServerGenerator:
         self._waiting: queue.PriorityQueue[tuple[int, int, GenerationRequest, dict[str, Any]]] = queue.PriorityQueue()
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
-        self._threads = ThreadPoolExecutor(server.max_batch_size, thread_name_prefix="vllm-request")
+        self._threads = ThreadPoolExecutor(servers.max_batch_size, thread_name_prefix="vllm-request")
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request.
@@ -217,7 +218,7 @@ class ServerGenerator:
                 the answer might exceed the server's ``max_model_length``.
         """
         self._conversations.check(request, self._under_way)
-        check_room(request, self._server.max_model_length)
+        check_room(request, self._servers.max_model_length)
         fields = self._fields | {"max_tokens": request.max_new_tokens}
         if self._settings.do_sample:
             fields["seed"] = seed_of(request)
@@ -274,7 +275,7 @@ class ServerGenerator:
         answer: Any
         try:
             adapter = self._adapter_of(request.episode)
-            answer = self._server.generate(list(request.token_ids), fields, adapter, request.episode)
+            answer = self._servers.generate(list(request.token_ids), fields, adapter, request.episode)
         except BaseException as error:
             answer = error
         self._answers.put((request, answer))
