@@ -35,6 +35,7 @@ FINDINGS: dict[str, list[tuple[int, str]]] = {
     "one task": [(10, "one_task")],
     "entropy bonus": [(16, "entropy_runaway")],
     "random reward function": [(5, "reward_misses_success")],
+    "gamma=0": [(5, "reward_discounted")],
     "healthy, grpo": [],
     "healthy, kl": [],
     "healthy, 64 episodes": [],
