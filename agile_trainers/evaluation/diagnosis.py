@@ -121,7 +121,7 @@ class Evidence:
     size: float = 1.0
     """Severity, larger is worse. A finding is reported again when this has doubled."""
     advice: str = ""
-    """What to change, where the numbers tell more than the advice of the health check."""
+    """Takes the place of the health check's advice, where the numbers tell more."""
 
 
 @dataclass
