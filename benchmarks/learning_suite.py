@@ -112,6 +112,7 @@ def _child(side: str, training: dict[str, Any], result: Path) -> None:
         result.write_text(json.dumps({"failed": traceback.format_exc()[-500:]}))
         raise
     curve = [round(success, 4) for success in progress.curve()]
+    assert curve, "no rollout was played"
     by_start = progress.by_start(TASKS[training["task"]].rows, LAST)
     cpu = round(time.process_time() - started, 2)
     found = {"episodes": len(progress.outcomes), "curve": curve, "by_start": by_start, "cpu": cpu, "log": history}

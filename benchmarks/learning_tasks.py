@@ -188,7 +188,7 @@ TASKS = {
         "search", lambda _: GuessNumber(), tuple({"secret": n} for n in range(1, 13)), groups=12, turns=4, budget=9600,
         new_tokens=2, taught=250, teacher=random_legal_policy,
     ),
-    "lock": Task("rare success: 1 in 49", lambda _: Lock(), _starts(9), groups=18, turns=2, budget=8640),
+    "lock": Task("rare success: 1 in 49", lambda _: Lock(), _starts(9) * 2, groups=18, turns=2, budget=8640),
     "corridor": Task(
         "long horizon: 10 to 14 turns", lambda _: Corridor(), _starts(9), groups=9, turns=14, budget=5040, expert=0.35
     ),

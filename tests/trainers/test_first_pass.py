@@ -21,7 +21,7 @@ CASES = {
     "filters": {"top_p": 0.9, "top_k": 30},
     "two batches": {"max_steps": 4},
 }
-UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5, "epsilon": 0.05}
+UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.05, "diagnosis_interval": 0}
 """Steps that are long enough for ratios beyond the clipping range in the second update."""
 
 
