@@ -105,7 +105,8 @@ def health_metrics(
 
     Returns:
         ``success_sem``, where success is known of two groups; ``groups_without_success``; ``reward_success_correlation``,
-        where a group has successes and failures of different reward; ``distinct_tasks``, with data set rows in more than one group.
+        where a group has successes and failures of different reward; ``distinct_tasks``, with data set rows in more than one
+        group.
     """
     metrics: dict[str, float] = {}
     sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
