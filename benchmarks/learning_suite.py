@@ -249,8 +249,8 @@ def table(runs: Sequence[Run]) -> str:
 
 def _sides(runs: Sequence[Run], tasks: Sequence[str]) -> dict[str, list[Run]]:
     earlier, now = studied(EARLIER), studied({})
-    sides = {"TRL": of_side(runs, "TRL", tasks), "ours, earlier": of_side(runs, "ours", tasks, earlier)}
-    return sides if earlier == now else {**sides, "ours": of_side(runs, "ours", tasks, now)}
+    sides = {"TRL": of_side(runs, "TRL", tasks), "ours": of_side(runs, "ours", tasks, now)}
+    return sides if earlier == now else {**sides, "ours, earlier": of_side(runs, "ours", tasks, earlier)}
 
 
 def ratio_table(runs: Sequence[Run]) -> str:
@@ -260,7 +260,7 @@ def ratio_table(runs: Sequence[Run]) -> str:
         sides = _sides(runs, names)
         pairs = [("ours", "ours, earlier"), ("ours", "TRL"), ("ours, earlier", "TRL")]
         for first, second in pairs:
-            if sides.get(first) and sides[second]:
+            if sides.get(first) and sides.get(second):
                 lines.append(_ratios([half, f"{first} / {second}"], sides[first], sides[second]))
     return "\n".join(lines)
 
