@@ -159,7 +159,7 @@ def windows(curve: Sequence[float]) -> list[float]:
 def falls(curve: Sequence[float]) -> int:
     """Count how often that mean fell below .8 after it had arrived at .9; only a rise to .8 begins a new fall."""
     first = arrival(curve, 0.9)
-    above = [] if first is None else [mean >= 0.8 for mean in windows(curve)[first - WINDOW :]]
+    above = [] if first is None else [mean >= GOALS[0] - 1e-9 for mean in windows(curve)[first - WINDOW :]]
     return sum(before and not after for before, after in pairwise(above))
 
 
