@@ -331,11 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in () if options.sweep else options.seeds:
             for task in options.tasks:
                 for side in options.sides:
-                    rate = options.rate or chosen_rate(saved_runs(), task)
-                    if rate is not None:
-                        _train_unless_done(
-                            side, task, rate, seed, options.options if side == "ours" else {}, log=options.log
-                        )
+                    of_task = options.rate or chosen_rate(saved_runs(), task)
+                    if of_task is not None:
+                        given = options.options if side == "ours" else {}
+                        _train_unless_done(side, task, of_task, seed, given, log=options.log)
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables(saved_runs())), encoding="utf-8")
     return 0
 
