@@ -151,7 +151,7 @@ class Task:
     """A task, and the size of its rollouts and trainings, which are those of every side."""
 
     kind: str
-    """What it tests."""
+    """The ability that it tests."""
     make: Callable[[int], Any]
     """Makes an environment; the argument numbers those of a training."""
     rows: tuple[dict[str, Any], ...]
