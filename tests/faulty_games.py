@@ -138,7 +138,7 @@ class DrawsItsStart(Colours):
 
 
 class MoodyAboutColours(Colours):
-    """Pays at random for a colour, and nothing for the answer that the protocol's own check sends."""
+    """Pays at random for a colour, whether right or not, and nothing for the answer of the protocol's own check."""
 
     def step(self, action: str) -> Any:
         observation, _, *rest = super().step(action)

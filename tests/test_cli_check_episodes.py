@@ -42,7 +42,7 @@ def run(environment: str, *options: str) -> tuple[int, str]:
         ),
         (
             "MoodyAboutColours",
-            0,
+            1,
             r"Colours follows it(.|\n)*Determinism\n +warning: MoodyAboutColours: the same actions",
         ),
         ("GlobalSecret", 0, r"draws from or seeds the global random state"),

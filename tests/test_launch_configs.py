@@ -128,8 +128,8 @@ def test_an_example_passes_arguments_that_exist_and_reads_its_options(path):
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             assert passed <= set(parameters), f"line {call.lineno}: {call.func.id} has no {passed - set(parameters)}"
             checked.add(call.func.id)
-    assert checked
     source = path.read_text()
+    assert checked or "Trainer" not in source
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
             name = ast.literal_eval(call.args[0]).lstrip("-")

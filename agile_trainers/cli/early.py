@@ -92,8 +92,10 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
     if command == "eval":
         if arguments and not arguments[0].startswith("-"):
             find_model_folder(arguments[0], "MODEL")
-        if "--environment" not in given:
-            raise ValueError("--environment is missing: the id of an environment to play, such as agile:guess_number.")
+        if not given.keys() & {"--environment", "--panel", "--compare"}:
+            raise ValueError(
+                "--environment is missing: the id of an environment to play, such as agile:guess_number, or --panel."
+            )
     _check_environments(command, options)
     for folder in given.get("--output_dir", [])[:1]:
         check_output(folder)

@@ -126,9 +126,14 @@ def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, A
         )
     factories = {}
     for name, one in environment.items():
+        given = arguments.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"environment_args[{name!r}] must be a mapping of names to values, got a {type(given).__name__}."
+            )
         try:
-            factories[name] = make_environment_factory(one, **(arguments.get(name) or {}))
-        except (ValueError, ImportError, TypeError) as error:
+            factories[name] = make_environment_factory(one, **given)
+        except (ValueError, ImportError) as error:
             raise type(error)(f"environment {name!r}: {error}") from error
     return factories
 
@@ -281,10 +286,14 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
         )
     if not callable(make):
         kind = type(make).__name__
+        if not isinstance(make, type(inspect)) and hasattr(make, "reset"):
+            raise ValueError(
+                f"{name} is an instance; every episode has one of its own. Pass the class {kind}, or "
+                f"trl_environment({kind}) if its methods are tools of TRL's environment_factory."
+            )
         raise ValueError(
             f"{name} ({kind}) is neither an environment id nor a callable that makes one. Pass an id such as "
-            "'agile:guess_number', a class, a function without arguments, or a dict of these by name; of an object whose "
-            "methods are tools, as in TRL's environment_factory, trl_environment() of its class."
+            "'agile:guess_number', a class, a function without arguments, or a dict of these by name."
         )
     try:
         signature = inspect.signature(make)

@@ -49,7 +49,7 @@ class GameTask(ABC):
         max_turns: Number of turns. Default: the level's.
 
     Raises:
-        ValueError: If the level is unknown.
+        ValueError: If the level is unknown or ``max_turns`` is not positive.
     """
 
     name: ClassVar[str]
@@ -63,6 +63,8 @@ class GameTask(ABC):
         check_level(level, self.levels)
         self.level = level
         self.max_turns = self.levels[level][-1] if max_turns is None else max_turns
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
         self.return_range = INVALID * self.max_turns, WON
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:

@@ -121,7 +121,7 @@ class Evidence:
     size: float = 1.0
     """Severity, larger is worse. A finding is reported again when this has doubled."""
     advice: str = ""
-    """What to change, where the numbers tell more than the advice of the health check."""
+    """Takes the place of the health check's advice, where the numbers tell more."""
 
 
 @dataclass
@@ -507,7 +507,8 @@ def _reward_discounted(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     option = "turn_credit=reward" if own else f"gamma={options.gamma:g}"
     return Evidence(
-        f"The reward comes with the last of {turns:.2g} turns, and {option} credits a first answer with {left:.0%} of it."
+        f"The reward comes with the last of {turns:.2g} turns, and {option} credits a first answer with {left:.0%} of it.",
+        advice="Set turn_credit=return: only the last answer learns from the reward." if own else "",
     )
 
 
@@ -801,8 +802,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "reward_discounted", ("turns/mean", "return/early_std", "return/std"), _reward_discounted,
-        "Raise gamma to 1, or set turn_credit=return: only the last answer learns from the reward.",
-        ("gamma", "turn_credit"), unless=("solved",),
+        "Raise gamma to 1: only the last answer learns from the reward.",
+        ("gamma",), unless=("solved",),
     ),
     HealthCheck(
         "too_easy", _EPISODES, _too_easy,

@@ -24,10 +24,16 @@ from agile_trainers.types import TurnBatch
 
 
 def scores_old_policy(args: Any) -> bool:
-    """Return True if an older policy or another engine samples the batch of an update: TRL's own condition, and ours."""
-    micro_steps = args.steps_per_generation * args.num_iterations
-    older = args.batches_ahead > 0 or args.gradient_accumulation_steps % micro_steps != 0
-    return older or bool(args.vllm_importance_sampling_correction)
+    """Return True if a generation batch needs the log-probs of the old policy before its first update."""
+    return args.batches_ahead > 0 or bool(args.vllm_importance_sampling_correction)
+
+
+def updates_again(args: Any) -> bool:
+    """Return True if weights change between two forward passes of a generation batch: TRL's own condition.
+
+    The old policy's log-probs are then needed. If the first pass over the batch is one optimizer step, they are its own.
+    """
+    return args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
 
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
@@ -99,7 +105,7 @@ def train_batch(
         sampling_per_token_logps=batch.sampling_logprobs,
         advantages=spread,
         num_items_in_batch=accelerator.gather(trained.sum()).sum(),
-        old_per_token_logps=log_probs.old if scores_old_policy(args) else None,
+        old_per_token_logps=log_probs.old if scores_old_policy(args) or updates_again(args) else None,
         ref_per_token_logps=log_probs.reference if args.kl_placement == "loss" else None,
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,
@@ -172,31 +178,36 @@ class BatchMaker:
         self._credit, self.critic, self.snapshots = credit, critic, snapshots
         self._add_metrics, self.skips_zero_advantage = add_metrics, skips_zero_advantage
 
-    def make(self, models: Models, played: PlayedGroups, step: int, *, one_update: bool) -> MadeBatch:
+    def make(self, models: Models, played: PlayedGroups, step: int, *, first_is_one: bool) -> MadeBatch:
         """Make the batch of this process.
 
         Args:
             models: The policy and its reference.
             played: The episodes.
             step: Micro-steps that were trained before.
-            one_update: True if the generation batch is one optimizer step of training.
+            first_is_one: True if the first pass over the generation batch is one optimizer step of training.
         """
         args, batch = self._args, played.batch
         self._passes.prepare_packing(models, batch)
         # Every row is scored before credit where it may depend on log-probs: by a penalty, or by weights of drift.
         weighs = args.drift_correction == DECISION and played.version is not None
-        log_probs = self.log_probs(models, batch, played.version) if args.beta != 0.0 or weighs else None
+        log_probs = self.log_probs(models, batch, played.version, first_is_one) if args.beta != 0.0 or weighs else None
         if log_probs is not None and args.kl_placement != "loss":
             self._add_metrics(penalize(batch, log_probs, args, self._accelerator))
-        read = self.critic.read(models.policy, batch, trained_tokens(batch, args), step, one_update=one_update)
+        read = self.critic.read(models.policy, batch, trained_tokens(batch, args), step, first_is_one=first_is_one)
         judged, credit = self.assign(played, read, weights_of_turns(args, batch, log_probs))
         own = credit.local(own_rows(self._accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
-        log_probs = log_probs or self.log_probs(models, batch, played.version, own.advantages)
+        log_probs = log_probs or self.log_probs(models, batch, played.version, first_is_one, own.advantages)
         output = self.finish(batch, own, log_probs, read)
         return MadeBatch(output, log_probs, judged, credit, own.advantages, None if read is None else read.turn_values)
 
     def log_probs(
-        self, models: Models, batch: TurnBatch, version: int | None, advantages: torch.Tensor | None = None
+        self,
+        models: Models,
+        batch: TurnBatch,
+        version: int | None,
+        first_is_one: bool,
+        advantages: torch.Tensor | None = None,
     ) -> BatchLogProbs:
         """Score policy, reference and the version that played, where the step needs them.
 
@@ -205,7 +216,7 @@ class BatchMaker:
         args, rows = self._args, None
         if advantages is not None and self.skips_zero_advantage:
             rows = self._passes.even_rows(with_advantage(advantages, batch.turn_mask, args.zero_advantage_eps))
-        old = scores_old_policy(args) or args.kl_placement != "loss"
+        old = scores_old_policy(args) or args.kl_placement != "loss" or (updates_again(args) and not first_is_one)
         log_probs = self._passes.compute(models, batch, old=old, reference=args.beta != 0.0, rows=rows)
         if version is not None:
             self.score_snapshot(models, batch, log_probs, version)

@@ -37,11 +37,11 @@ from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
 from agile_trainers.packing.packer import kept_of
-from agile_trainers.step.batch import MadeBatch
+from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs, Models
-from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, own_loss
+from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
@@ -469,17 +469,16 @@ class MultiTurnTrainer(_Trainer):
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
-        made = self.batches.make(models, played, self._step, one_update=self._batch_is_one_update)
+        made = self.batches.make(models, played, self._step, first_is_one=self._first_pass_is_one_update)
         self._open_mismatch(played.batch, made.log_probs, made.output.tool_mask > 0)
         self._log_batch(generation, played, made)
         self.rollout_log.begin(generation, self.state.global_step, played, made.advantages, made.values)
         return made.output.to_trl()
 
     @property
-    def _batch_is_one_update(self) -> bool:
-        """True if the generation batch is one optimizer step of training."""
-        steps = self.args.steps_per_generation
-        return self.is_in_train and self.num_iterations == 1 and self.current_gradient_accumulation_steps == steps
+    def _first_pass_is_one_update(self) -> bool:
+        """True if the first pass over the generation batch is one optimizer step of training."""
+        return self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
 
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
@@ -513,16 +512,19 @@ class MultiTurnTrainer(_Trainer):
         self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self.batches.skips_zero_advantage else whole
+        first = FirstPass(whole) if whole.old_per_token_logps is None and updates_again(self.args) else None
         loss = self.token_batches.loss(
-            model, read, whole, lambda part: self._loss_of(model, part, whole), complete=self.is_in_train
+            model, read, whole, lambda part: self._loss_of(model, part, whole, first), complete=self.is_in_train
         )
+        if first is not None:  # further updates compare with the policy of this one
+            inputs["old_per_token_logps"] = first.log_probs
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.mismatch.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
             self._close_mismatch()
         return loss
 
-    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch) -> torch.Tensor:
+    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
         with self._handing_over(part) as handed:
             if self.loss is None:
@@ -540,6 +542,8 @@ class MultiTurnTrainer(_Trainer):
                 self._add_metrics(metrics)
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
+        if first is not None:
+            first.add(handed.batch, handed.log_probs)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss

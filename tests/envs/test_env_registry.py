@@ -11,7 +11,7 @@ from typing import Any
 
 import agents_by_name
 import pytest
-from installed import skip_without_libraries
+from installed import needs, skip_without_libraries
 
 from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
@@ -49,7 +49,7 @@ def test_ids_make_what_they_name() -> None:
 
 
 def test_an_id_of_gem_makes_its_game() -> None:
-    pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
+    needs("gem")
     real = make_environment_factory("gem:game:GuessTheNumber-v0-easy", max_number=99)()
     assert isinstance(real, gem.GemEnvironment) and (real.game.max_number, real.game.max_turns) == (99, 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
+from installed import needs
 
 from agile_environments import TASKS
 from agile_environments.probes import PROBES
@@ -18,7 +19,7 @@ STEPPED = [name for name in TASKS if not is_agent(make_environment_factory(f"agi
 @pytest.mark.parametrize("name", [*STEPPED, *(f"probe/{name}" for name in PROBES), "reasoning_gym"])
 def test_the_expert_does_better_than_the_random_policy(name: str) -> None:
     if name == "reasoning_gym":
-        pytest.importorskip("reasoning_gym")
+        needs("reasoning_gym")
     environment = make_environment_factory("reasoning_gym:chain_sum" if name == "reasoning_gym" else f"agile:{name}")()
     policies = known_policies(environment)
     returns = {
@@ -32,7 +33,7 @@ def test_the_expert_does_better_than_the_random_policy(name: str) -> None:
 
 
 def test_gem_games_have_a_random_policy_only() -> None:
-    pytest.importorskip("gem")
+    needs("gem")
     environment = make_environment_factory("gem:game:GuessTheNumber-v0-easy")()
     policies = known_policies(environment)
     assert list(policies) == ["random"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,14 @@ def maker(kinds: list[str], model: Path | str) -> Callable[..., MultiTurnTrainer
 
 
 def outside() -> set[Any]:
-    """The threads and processes that this process has, but for those of tqdm, and of pytest for the test that runs."""
+    """The threads and processes that this process has, but for those of tqdm, and of pytest for the test that runs.
+
+    Nor do the server that starts processes count, and what counts their semaphores: Python begins them once, and anew where
+    they have ended.
+    """
     threads = {one for one in threading.enumerate() if not one.name.startswith(("tqdm_monitor", "pytest_timeout"))}
-    return {*threads, *psutil.Process().children(recursive=True)}
+    once = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return {*threads, *(one for one in psutil.Process().children(recursive=True) if one.pid not in once)}
 
 
 def held(others: Collection[Any] = ()) -> dict[str, int]:

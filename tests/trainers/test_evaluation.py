@@ -54,7 +54,7 @@ def test_each_data_set_is_played_and_one_is_played_by_its_name(trained, tmp_path
     assert metrics["eval_rewards/<lambda>/mean"] == 20 and metrics["eval_episodes"] == 3
     with pytest.raises(ValueError, match=r"'hrad'.*'easy', 'hard'"):
         trained.evaluate("hrad")
-    with pytest.raises(ValueError, match="at least one row"):
+    with pytest.raises(ValueError, match="needs a row"):
         trained.evaluate(rows())
 
 

@@ -251,10 +251,10 @@ def test_credit_is_computed_once_for_each_time_that_groups_are_played(
     """The last judgement of the candidates is the credit of the update."""
     options = {"environment": environment, "num_generations": 2, "max_steps": 1, "diagnosis_interval": 0}
     trainer = make_trainer(embedded_model, tmp_path, resample_zero_advantage_groups=limit, **options)
-    rule, computed = trainer.credit._rule, []
-    trainer.credit._rule = lambda turns: computed.append(rule(turns)) or computed[-1]
-    finish, finished = trainer.credit.finish, []
-    trainer.credit.finish = lambda one: finished.append(one.credit) or finish(one)
+    rule, computed = trainer.batches._credit._rule, []
+    trainer.batches._credit._rule = lambda turns: computed.append(rule(turns)) or computed[-1]
+    finish, finished = trainer.batches._credit.finish, []
+    trainer.batches._credit.finish = lambda one: finished.append(one.credit) or finish(one)
     trainer.train()
     assert len(computed) == judged and len(finished) == 1 and finished[0] is computed[-1]
 
