@@ -225,7 +225,7 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Seam:
-    """What TRL's trainer keeps to itself and the parts of a run need."""
+    """Attributes of TRL's trainer, private ones too, that the parts of a run read."""
 
     algorithm: str
     """Its name in records."""

@@ -187,7 +187,7 @@ def test_adaptive_environments(embedded_model, tmp_path):
     _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", diagnosis_interval=0, **options)
     shares = [[r["environment"] for r in records if r["generation"] == n].count("dull") / 8 for n in range(6)]
     assert shares[0] == 0.5 > shares[-1]
-    assert [log["tasks/dull/share"] for log in logs] == shares and logs[0]["tasks/dull/zero_advantage"] == 1.0
+    assert [log.get("tasks/dull/share", 0.0) for log in logs] == shares and logs[0]["tasks/dull/zero_advantage"] == 1.0
 
 
 class Silent(Chatter):
