@@ -20,14 +20,15 @@ Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
 
 _PROMPT, _TOKENS, _EPISODES, _SCALAR, _FLAT, _PATHS = "(B, P)", "(B, T)", "(B,)", "()", "(B, F)", "(B, M)"
-_WORDS = "(B, W)"
+_WORDS, _IMAGES = "(B, W)", "(B, V, ...)"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
 READ = (
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
     "path_ids", "path_lengths", "places",
-    "kept_words", "kept_sizes",
+    "kept_words", "kept_sizes", "image_features", "image_places",
 )  # fmt: skip
-"""Fields that a forward pass takes; the middle ones where episodes have several paths, the last where a filter sampled."""
+"""Fields that a forward pass takes; the second line where episodes have several paths, the third where a filter sampled, or
+where there are images."""
 
 
 def _shaped(shape: str, **options: Any) -> Any:
@@ -91,6 +92,11 @@ class TrainBatch:
     Log-probabilities, ratios, KL and entropy are of policies renormalised over them. None: over all tokens."""
     kept_sizes: torch.Tensor | None = _shaped(_TOKENS, default=None)
     """(B, T) int32, the number of words of each set."""
+    image_features: torch.Tensor | None = _shaped(_IMAGES, default=None)
+    """(B, V, W), what is read in the place of each image token; see :class:`~agile_trainers.types.TurnBatch`. None without
+    images."""
+    image_places: torch.Tensor | None = _shaped(_IMAGES, default=None)
+    """(B, V, 5) int64, where it is; -1 after the last."""
     turn_columns: Batch = field(default_factory=dict)
     """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)
@@ -231,6 +237,8 @@ def _trimmed(part: Batch, multiple: int | None) -> Batch:
         sizes |= {_FLAT: int(lengths.sum(dim=1).max()), _PATHS: int((lengths > 0).sum(dim=1).max())}
     if "kept_sizes" in part:
         sizes[_WORDS] = int(part["kept_sizes"].sum(dim=1).max())
+    if "image_places" in part:
+        sizes[_IMAGES] = int((part["image_places"][..., 0] >= 0).sum(dim=1).max())
     return {name: _cut(value, _SHAPES[name], sizes) for name, value in part.items()}
 
 

@@ -10,16 +10,103 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line checks names before it takes the seconds of this import
     import torch
 
 Message = dict[str, Any]
-"""One chat message, ``{"role": ..., "content": ...}``."""
+"""One chat message, ``{"role": ..., "content": ...}``. The content is text, or a list of parts: ``{"type": "text", "text":
+...}`` and ``{"type": "image", "image": Image}``."""
 
 NO_TURN = -1
 """Value of ``turn_ids`` on every token that is not part of an action."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of a message. Equal bytes are the same image."""
+
+    data: bytes = field(repr=False)
+    """A file in a common format, of one frame."""
+
+    @property
+    def digest(self) -> str:
+        """The content in 32 hexadecimal digits."""
+        return blake2b(self.data, digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        return f"image:{self.digest}"
+
+
+@dataclass(eq=False)
+class Picture:
+    """What a model reads of an image. Episodes that show the same image share one."""
+
+    key: int
+    """Negative, of the content; stands for the placeholders where conversations are compared."""
+    text: str
+    """The placeholders, and the special tokens around them."""
+    token_id: int
+    """The placeholder."""
+    count: int
+    """Number of placeholders."""
+    inputs: dict[str, Any]
+    """What the processor makes for the image encoder; empty once it was encoded."""
+    features: torch.Tensor | None = None
+    """(count, W), what stands in the place of each placeholder's embedding, and what is added to later layers."""
+    offsets: torch.Tensor | None = None
+    """(count, 4) int64: the place of each in the image on the three axes of rotary positions, and the steps to the next
+    token."""
+
+
+def parts_of(message: Message) -> list[dict[str, Any]]:
+    """Return the content of a message as parts."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message; an image is ``[image]``."""
+    return "".join(part["text"] if part["type"] == "text" else "[image]" for part in parts_of(message))
+
+
+def as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose content is text, for tables."""
+    return [{**message, "content": text_of(message)} for message in messages]
+
+
+def images_of(messages: Sequence[Message]) -> list[Image]:
+    """Return the images of messages, in order."""
+    there = [message for message in messages if not isinstance(message["content"], str)]
+    return [part["image"] for message in there for part in message["content"] if part["type"] == "image"]
+
+
+def keyed(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+    """Replace the placeholders of images by their keys, so that the ids of different images differ.
+
+    Args:
+        ids: A conversation, or its beginning.
+        pictures: Its images, in order.
+    """
+    if not pictures:
+        return list(ids)
+    keys = iter([one.key for one in pictures for _ in range(one.count)])
+    return [next(keys) if token == pictures[0].token_id else token for token in ids]
+
+
+def placed(ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[Picture, list[int]]]:
+    """Return the images of a conversation, or of its beginning, and the places of the placeholders of each."""
+    if not pictures:
+        return []
+    places = [place for place, token in enumerate(ids) if token == pictures[0].token_id]
+    found, start = [], 0
+    for one in pictures:
+        if start < len(places):
+            found.append((one, places[start : start + one.count]))
+        start += one.count
+    return found
 
 
 class StopReason(StrEnum):
@@ -144,6 +231,8 @@ class Trajectory:
     kept: list[bytes] | None = None
     """Same length as ``completion_ids``, where settings such as ``top_p`` removed tokens from what was sampled: the set of
     those that were kept for each token (:mod:`agile_trainers.objectives.kept_sets`), empty for all and on observations."""
+    pictures: list[list[Picture]] | None = field(default=None, repr=False, compare=False)
+    """The images of each path, in order; of an ordinary episode, of its only one. None without any image."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
 
@@ -152,7 +241,7 @@ class Trajectory:
         """Number of distinct tokens that a model reads: a prefix that paths share counts once."""
         if self.paths is None:
             return len(self.prompt_ids) + len(self.completion_ids)
-        return max(nodes[-1] for nodes in path_nodes(self.paths)) + 1
+        return max(nodes[-1] for nodes in path_nodes(self._keys)) + 1
 
     def prompt_of(self, k: int) -> list[int]:
         """Return the tokens that turn ``k`` was sampled after."""
@@ -160,6 +249,21 @@ class Trajectory:
         if self.paths is None:
             return [*self.prompt_ids, *self.completion_ids[: turn.start]]
         return self.paths[turn.path][: turn.place]
+
+    @property
+    def shown(self) -> list[tuple[list[int], list[Picture]]]:
+        """The tokens and the images of each path."""
+        paths = [[*self.prompt_ids, *self.completion_ids]] if self.paths is None else self.paths
+        return list(zip(paths, self.pictures or [[] for _ in paths], strict=True))
+
+    def key_of(self, k: int) -> list[int]:
+        """Return the tokens that turn ``k`` was sampled after, with the keys of images."""
+        return keyed(self.prompt_of(k), self.pictures[self.turns[k].path] if self.pictures else ())
+
+    @property
+    def _keys(self) -> list[list[int]]:
+        """The paths, with the keys of images."""
+        return [keyed(ids, pictures) for ids, pictures in self.shown]
 
     def action_of(self, k: int) -> list[int]:
         """Return the tokens that were sampled in turn ``k``."""
@@ -175,7 +279,7 @@ class Trajectory:
         """
         if self.paths is None:
             return [None, *range(len(self.turns) - 1)][: len(self.turns)]
-        nodes = path_nodes(self.paths)
+        nodes = path_nodes(self._keys)
         lasts = [turn.place + turn.end - turn.start - 1 for turn in self.turns]
         ends = [nodes[turn.path][last] for turn, last in zip(self.turns, lasts, strict=True)]
         parents = list[int | None]()
@@ -351,6 +455,12 @@ class TurnBatch:
     :mod:`agile_trainers.objectives.kept_sets`. None if no set was recorded, as is ``kept_sizes``."""
     kept_sizes: torch.Tensor | None = None
     """(B, T) int32, the number of words of each token's set; 0 for the set of all tokens."""
+    image_features: torch.Tensor | None = None
+    """(B, V, W), the features of each image token, in order; see :class:`Picture`. None without any image, as is
+    ``image_places``."""
+    image_places: torch.Tensor | None = None
+    """(B, V, 5) int64, the index of each among the tokens of its episode (or its column in ``path_ids``) and its offsets;
+    -1 after the last."""
 
     def rows(self, chosen: torch.Tensor) -> TurnBatch:
         """Select rows.

@@ -243,16 +243,17 @@ def _endings(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def within_scope(config: PeftConfig, scope: str) -> LoraConfig:
-    """Return a copy of a LoRA configuration that adapts only modules inside one part of the model.
+def within_scope(config: PeftConfig, *scopes: str) -> LoraConfig:
+    """Return a copy of a LoRA configuration that adapts only modules inside some parts of the model.
 
     Args:
         config: LoRA configuration; its ``target_modules`` select the modules inside the part.
-        scope: Dotted path of a module, or the end of one: ``"language_model"`` also matches ``model.language_model``.
+        scopes: Dotted paths of modules, or their ends: ``"language_model"`` also matches ``model.language_model``.
 
     Raises:
         ValueError: If ``config`` is not a LoRA configuration, or already excludes modules.
     """
+    scope = "|".join(scopes)
     if not isinstance(config, LoraConfig):
         raise ValueError(f"lora_target_scope={scope!r} needs a LoraConfig as peft_config, got {type(config).__name__}.")
     if config.exclude_modules:
@@ -261,7 +262,8 @@ def within_scope(config: PeftConfig, scope: str) -> LoraConfig:
             "keep one of them."
         )
     config = copy.deepcopy(config)
-    config.exclude_modules = rf"(?!(?:.*\.)?{re.escape(scope)}\.).*"  # PEFT matches the full name of a module
+    parts = "|".join(map(re.escape, scopes))
+    config.exclude_modules = rf"(?!(?:.*\.)?(?:{parts})\.).*"  # PEFT matches the full name of a module
     return config
 
 

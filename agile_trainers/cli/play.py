@@ -21,7 +21,7 @@ from agile_trainers.evaluation.scripted_policies import answer_calls, play_scrip
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.spec import EpisodeSpec
-from agile_trainers.types import Message, Trajectory
+from agile_trainers.types import Message, Trajectory, text_of
 
 _ABOUT = "Lets you play in place of the model, in the terminal, through the trainers' rollout engine."
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
 def _show(console: Console, observation: Observation, reward: float | None) -> None:
     messages = [{"role": "environment", "content": observation}] if isinstance(observation, str) else observation
     for message in messages:
-        console.print(Text.assemble((f"{message['role']}: ", "bold cyan"), str(message["content"])), soft_wrap=True)
+        console.print(Text.assemble((f"{message['role']}: ", "bold cyan"), text_of(message)), soft_wrap=True)
     if reward is not None:
         console.print(Text(f"reward {reward:+g}", style="green" if reward > 0 else "red" if reward < 0 else "dim"))
 

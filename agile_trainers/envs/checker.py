@@ -28,9 +28,10 @@ from agile_trainers.envs.base import (
     bound_step,
     reads_rows,
 )
+from agile_trainers.envs.images import ImageError, read_part
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.records.plain import from_json, to_json
-from agile_trainers.types import Message
+from agile_trainers.types import Message, text_of
 
 LONG_OBSERVATION = 100_000
 """Characters above which an observation is reported as too long: an episode keeps so many."""
@@ -189,11 +190,15 @@ def _validate_observation(observation: Any, method: str) -> Observation:
     messages = []
     for index, message in enumerate(list.__iter__(observation)):  # what is stored, whatever a subclass says it holds
         message = _stored(message)
-        if isinstance(message, dict) and isinstance(message.get("content"), list):
-            raise EnvironmentProtocolError(
-                f"{method} returned message {index} with a list as its content: {_describe(message)}. Episodes are text: "
-                'join the parts to one text, {"role": ..., "content": "..."}.'
-            )
+        parted = isinstance(message, dict) and issubclass(type(message.get("content")), list) and message["content"]
+        if parted and isinstance(message.get("role"), str):
+            try:
+                parts = [read_part(_stored(part)) for part in list.__iter__(message["content"])]
+            except ImageError as error:
+                raise EnvironmentProtocolError(f"{method} returned message {index} with a bad part: {error}") from error
+            texts = [{**part, "text": plain_text(part["text"])} if "text" in part else part for part in parts]
+            messages.append({**_plain_message({**message, "content": ""}), "content": texts})
+            continue
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(
                 f"{method} returned message {index} as {_describe(message)}; expected a dict such as "
@@ -544,7 +549,7 @@ def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, rep
 def _text(observation: Observation) -> str:
     if isinstance(observation, str):
         return observation
-    return "\n".join(str(message["content"]) for message in observation)
+    return "\n".join(map(text_of, observation))
 
 
 def random_state() -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from agile_trainers.rollout.metrics import (
     with_success,
 )
 from agile_trainers.step.reward import Rewards, share_without_spread
-from agile_trainers.types import Trajectory
+from agile_trainers.types import Trajectory, as_text
 
 logger = logging.get_logger(__name__)
 
@@ -113,7 +113,7 @@ class EpisodeLog:
         for index, name in enumerate(self._rewards.names):
             tables["rewards"][name].extend(rewards[:, index].tolist())
         # Trackers get the tables.
-        tables["prompt"].extend(masked(gather_object([trajectory.prompt for trajectory in trajectories])))
+        tables["prompt"].extend(masked(gather_object([as_text(trajectory.prompt) for trajectory in trajectories])))
         tables["completion"].extend(masked(gather_object([shown_messages(trajectory) for trajectory in trajectories])))
         for name, values in self._rewards.drain_columns(len(trajectories)).items():
             tables["extra"][name].extend(masked(values))

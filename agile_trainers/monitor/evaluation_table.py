@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from agile_trainers.checkpoints.disclosure import masked
-from agile_trainers.types import Message, Trajectory
+from agile_trainers.types import Message, Trajectory, as_text
 
 
 @dataclass
@@ -36,11 +36,11 @@ def shown_messages(trajectory: Trajectory) -> list[Message]:
     The roles of the latter, such as discarded answers, begin with "aside" and a number.
     """
     return [
-        *trajectory.messages,
+        *as_text(trajectory.messages),
         *(
             {**message, "role": f"aside {number}: {message['role']}"}
             for number, said in enumerate(trajectory.asides, 1)
-            for message in said
+            for message in as_text(said)
         ),
     ]
 
@@ -73,7 +73,7 @@ def completions_table(
     prompts, completions, rewards = (
         masked(gather_object(part))
         for part in (
-            [t.prompt for t in played.trajectories],
+            [as_text(t.prompt) for t in played.trajectories],
             [*map(shown_messages, played.trajectories)],
             played.rewards,
         )

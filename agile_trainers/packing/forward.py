@@ -23,11 +23,22 @@ from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.trie import Trie, build_trie
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
+from agile_trainers.rollout.generators.images import Shown, reader_of
 
 Forward = Callable[..., Any]
 """A model's forward pass: keyword arguments to an output."""
 Pack = Callable[[torch.Tensor, Trie], bool]
 """Returns whether rows with an attention mask (B, S) and a trie are packed."""
+
+
+@dataclass(frozen=True)
+class BatchImages:
+    """The image tokens of B episodes."""
+
+    features: torch.Tensor
+    """(B, V, W); see :class:`~agile_trainers.types.TurnBatch`."""
+    places: torch.Tensor
+    """(B, V, 5) int64."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class PackedForward:
         multiple: int = 1,
     ) -> None:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
-        self._takes_positions = takes_position_ids(base)
+        self._takes_positions, self._reader = takes_position_ids(base), reader_of(base)
         if selects:
             select_before_head(base, kept_head)
 
@@ -136,6 +147,7 @@ class PackedForward:
         values: ValueReading | None = None,
         paths: Paths | None = None,
         kept: KeptSets | None = None,
+        images: BatchImages | None = None,
     ) -> Forward:
         """Wrap ``model`` for TRL's ``_get_per_token_logps_and_entropies``.
 
@@ -146,6 +158,7 @@ class PackedForward:
             values: Values to read in the same pass.
             paths: The rows that are read. Default: prompt and completion of each episode.
             kept: The sets of the (B * T,) completion tokens that the policy is renormalised over. Default: all tokens.
+            images: The images of the episodes. Their rows are not packed.
 
         Raises:
             ValueError: For sets with a model that adds virtual tokens.
@@ -173,7 +186,9 @@ class PackedForward:
                 inputs["value_positions"], order = _value_positions(cells, rows.mask, trie, paths)
             if kept is not None:
                 inputs["kept"] = kept.at(rows.completion_places(len(kept.sizes)))
-            outputs = self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs)
+            with self._showing(images, rows.mask, paths) as more:
+                inputs |= more
+                outputs = self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs)
             if cells is not None:
                 assert values is not None
                 values.heard(_in_order(outputs.state_values, order, cells))
@@ -189,6 +204,7 @@ class PackedForward:
         positions: torch.Tensor,
         pack: Pack | None = None,
         paths: Paths | None = None,
+        images: BatchImages | None = None,
     ) -> torch.Tensor:
         """Read a critic's values at positions (B, U) in prompt and completion, without log-probabilities.
 
@@ -199,6 +215,7 @@ class PackedForward:
             positions: (B, U) int64, in these, or columns of ``path_ids``.
             pack: See :meth:`reading`.
             paths: See :meth:`reading`.
+            images: See :meth:`reading`.
 
         Returns:
             (B, U) float32; arbitrary at padding.
@@ -207,11 +224,32 @@ class PackedForward:
         trie = self._trie(ids, mask, _marked(cells, mask), pack)
         where, order = _value_positions(cells, mask, trie, paths)
         if trie is None:
-            outputs = model(input_ids=ids, attention_mask=mask, **self._positions(mask), value_positions=where)
+            with self._showing(images, mask, paths) as more:
+                given = {**self._positions(mask), **more}
+                outputs = model(input_ids=ids, attention_mask=mask, **given, value_positions=where)
         else:
             with self._attending(trie) as inputs:
                 outputs = model(**inputs, value_positions=where)
         return _in_order(outputs.state_values, order, cells)
+
+    @contextmanager
+    def _showing(
+        self, images: BatchImages | None, mask: torch.Tensor, paths: Paths | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Show images in rows with a mask (Q, S) inside the block; yield what the model takes beside."""
+        if images is None or self._reader is None:
+            yield {}
+            return
+        there = images.places[..., 0] >= 0
+        if paths is None:
+            cells = _cells(images.places[..., 0] + mask.int().argmax(dim=1)[:, None], mask, None)
+        else:
+            there &= paths.has(images.places[..., 0])
+            cells = paths.at(images.places[..., 0])
+        cells = cells[there]
+        shown = Shown(images.features[there], cells // mask.size(1), cells % mask.size(1))
+        with self._reader.showing(shown):
+            yield self._reader.inputs(mask, shown, images.places[there][:, 1:])
 
     def _trie(self, ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor, pack: Pack | None) -> Trie | None:
         """Return the trie of rows that are packed; None for rows that stay padded."""

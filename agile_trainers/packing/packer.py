@@ -15,7 +15,7 @@ from transformers.utils import logging
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import BLOCK
-from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
+from agile_trainers.packing.forward import BatchImages, Forward, PackedForward, ValueReading
 from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
 from agile_trainers.paths import Paths
@@ -28,6 +28,11 @@ logger = logging.get_logger(__name__)
 def kept_of(part: Batch) -> KeptSets | None:
     """Return the kept sets of the tokens (B * T,) of a micro-batch in TRL's form; None without any."""
     return KeptSets.of(part["kept_words"], part["kept_sizes"]) if "kept_sizes" in part else None
+
+
+def images_of(part: Batch) -> BatchImages | None:
+    """Return the images of a micro-batch in TRL's form; None without any."""
+    return BatchImages(part["image_features"], part["image_places"]) if "image_places" in part else None
 
 
 @dataclass
@@ -205,17 +210,20 @@ class Packer:
         values: ValueReading | None = None,
         paths: Paths | None = None,
         kept: KeptSets | None = None,
+        images: BatchImages | None = None,
     ) -> Forward:
         """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
         pack = self._pays if self.packs else None
-        return self._forward(model).reading(model, scored, pack=pack, values=values, paths=paths, kept=kept)
+        return self._forward(model).reading(
+            model, scored, pack=pack, values=values, paths=paths, kept=kept, images=images
+        )
 
     def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:
         """Read a critic's values (B, U) at positions (B, U); see :meth:`PackedForward.values`."""
         paths = paths_of(part)
         ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
         pack = self._pays if self.packs else None
-        return self._forward(model).values(model, ids, mask, positions, pack, paths)
+        return self._forward(model).values(model, ids, mask, positions, pack, paths, images_of(part))
 
 
 MARGIN = 0.95

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from agile_trainers.objectives.kept_sets import pad_sets
-from agile_trainers.types import NO_TURN, Trajectory, TurnBatch
+from agile_trainers.types import NO_TURN, Picture, Trajectory, TurnBatch, placed
 
 
 def collate(
@@ -18,6 +18,7 @@ def collate(
     end_token_id: int,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str = "cpu",
+    encode: Callable[[Picture], None] | None = None,
 ) -> TurnBatch:
     """Pad trajectories into a :class:`~agile_trainers.types.TurnBatch`.
 
@@ -31,6 +32,7 @@ def collate(
         end_token_id: Id of the token in episodes without actions.
         pad_to_multiple_of: Round P and T up to a multiple of this number.
         device: Device of the tensors.
+        encode: Gives a picture its features. Needed for episodes with images.
 
     Returns:
         The batch.
@@ -91,7 +93,38 @@ def collate(
     if any(trajectory.paths is not None for trajectory in trajectories):
         _add_paths(batch, trajectories, [[*prompt, *completion] for prompt, completion in zip(prompts, completions)])
     _check_logprobs(batch)
-    return batch.to(device)
+    batch = batch.to(device)
+    if any(it.turns and it.pictures for it in trajectories):
+        assert encode is not None
+        batch.image_features, batch.image_places = _images(trajectories, encode, device)
+    return batch
+
+
+def _images(
+    trajectories: Sequence[Trajectory], encode: Callable[[Picture], None], device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features (B, V, W) and the places (B, V, 5) of the image tokens of episodes."""
+    features, places = list[torch.Tensor](), list[torch.Tensor]()
+    for trajectory in trajectories:
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = 0
+        for ids, pictures in trajectory.shown if trajectory.turns else ():
+            for picture, where in placed(ids, pictures):
+                encode(picture)
+                assert picture.features is not None and picture.offsets is not None
+                column = torch.tensor(where) + start
+                own.append((picture.features[: len(where)], torch.cat([column[:, None], picture.offsets[: len(where)]], 1)))
+            start += len(ids)
+        features.append(torch.cat([one for one, _ in own]) if own else torch.zeros(0, 0))
+        places.append(torch.cat([one for _, one in own]) if own else torch.zeros(0, 5, dtype=torch.long))
+    known = next(one for one in features if one.numel())
+    shape = (len(features), max(map(len, features)))
+    whole = torch.zeros(*shape, known.size(1), dtype=known.dtype, device=device)
+    where = torch.full((*shape, 5), -1, device=device)
+    for row, (one, there) in enumerate(zip(features, places, strict=True)):
+        if len(one):
+            whole[row, : len(one)], where[row, : len(one)] = one.to(device), there.to(device)
+    return whole, where
 
 
 def _add_paths(batch: TurnBatch, trajectories: Sequence[Trajectory], whole: Sequence[list[int]]) -> None:

@@ -7,15 +7,17 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import ProcessorMixin
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.context import History, Summary, as_history
+from agile_trainers.rollout.chat.pictures import Pictures
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.architecture import same_up_to
+from agile_trainers.rollout.generators.images import image_token_id
 from agile_trainers.rollout.spec import Limits
 
 logger = logging.get_logger(__name__)
@@ -184,20 +186,21 @@ def build_engine(
     Args:
         options: Limits and template options.
         pool: Where the environments run.
-        tokenizer: The policy's.
+        tokenizer: The policy's; or its processor, for episodes with images.
         eos_token_ids: Tokens that end an answer. Default: the tokenizer's.
         model_config: The model's, for the longest conversation it can read. Default: no limit but ``max_model_length``.
         append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
 
     Raises:
-        ValueError: If the model is not text only, its template rewrites earlier turns and that is refused,
+        ValueError: If the processor is of a model whose images are not supported, the template rewrites earlier turns and that is refused,
             ``max_model_length`` exceeds what it can read, or limits are for an environment that is not there.
     """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
-            "processor's tokenizer as `processing_class`."
-        )
+    pictures, template = None, None
+    if isinstance(tokenizer, ProcessorMixin):
+        if model_config is None:
+            raise ValueError(f"A {type(tokenizer).__name__} needs the model's configuration; pass its tokenizer for text.")
+        pictures, template = Pictures(tokenizer, image_token_id(model_config)), tokenizer.chat_template
+        tokenizer = tokenizer.tokenizer
     check_names("environment_limits", options.environment_limits, pool.factories)
     longest = options.max_model_length
     if model_config is not None:
@@ -208,6 +211,8 @@ def build_engine(
         chat_template_kwargs=options.chat_template_kwargs,
         training_chat_template=options.training_chat_template,
         on_rewrite=options.on_rewrite,
+        chat_template=template,
+        pictures=pictures,
     )
     if chat.rewrite is not None:
         logger.warning(

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from agile_trainers.types import Message, StopReason, Trajectory, Turn
+from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn, keyed, placed
 
 
 class Fork(StrEnum):
@@ -49,6 +49,8 @@ class Call:
     """True if the environment does not get the answer; see :class:`~agile_trainers.types.Turn`."""
     kept: list[bytes] | None = None
     """The set of tokens that was kept for each of the answer; see :class:`~agile_trainers.types.Trajectory`."""
+    pictures: Sequence[Picture] = ()
+    """The images of the prompt, in order, and of what follows the answer."""
 
 
 def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int] = (), **options: Any) -> Trajectory:
@@ -94,9 +96,11 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
             )
         )
         whole.append([*call.prompt_ids, *call.answer_ids, *(last if k == len(calls) - 1 else ())])
-    chosen, paths = _paths(whole)
-    for turn, path in zip(turns, chosen, strict=True):
-        turn.path = path
+    holders = _holders([keyed(ids, call.pictures) for ids, call in zip(whole, calls, strict=True)])
+    numbers = {holder: number for number, holder in enumerate(dict.fromkeys(holders))}
+    for turn, holder in zip(turns, holders, strict=True):
+        turn.path = numbers[holder]
+    pictures = [[one for one, _ in placed(whole[holder], calls[holder].pictures)] for holder in numbers]
     return Trajectory(
         prompt_ids=list(calls[0].prompt_ids),
         completion_ids=[token for call in calls for token in call.answer_ids],
@@ -104,7 +108,8 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
         kept=_kept(calls),
         turns=turns,
         stop_reason=stop_reason,
-        paths=paths,
+        paths=[whole[holder] for holder in numbers],
+        pictures=pictures if any(pictures) else None,
         **options,
     )
 
@@ -141,16 +146,15 @@ def _kept(calls: Sequence[Call]) -> list[bytes] | None:
     return [kept for call in calls for kept in call.kept or [b""] * len(call.answer_ids)]
 
 
-def _paths(whole: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Return for each sequence the path that begins with it, and the paths: the sequences that begin no other."""
+def _holders(whole: Sequence[list[int]]) -> list[int]:
+    """Return for each sequence the index of the one that begins with it and begins no other: a path."""
     order = sorted(range(len(whole)), key=whole.__getitem__)
     holders, holder = [0] * len(whole), order[-1]
     for place in reversed(order):  # a sequence comes right before those that begin with it
         if whole[holder][: len(whole[place])] != whole[place]:
             holder = place
         holders[place] = holder
-    numbers = {holder: number for number, holder in enumerate(dict.fromkeys(holders))}
-    return [numbers[holder] for holder in holders], [whole[holder] for holder in numbers]
+    return holders
 
 
 def _check(call: Call, k: int) -> None:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agile_trainers.rollout.forest import Fork
-from agile_trainers.types import Message, StopReason, Trajectory
+from agile_trainers.types import Message, StopReason, Trajectory, text_of
 
 _SHOWN = 200
 """Characters of a prompt shown in a warning."""
@@ -39,7 +39,7 @@ def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
 
 def _is_empty(observation: str | list[Message] | None) -> bool:
     """Return True if an observation says nothing; None is that of a failed environment, or of an agent."""
-    texts = [observation] if isinstance(observation, str) else [one["content"] for one in observation or ()]
+    texts = [observation] if isinstance(observation, str) else [text_of(one) for one in observation or ()]
     return bool(texts) and not any(map(str.strip, texts))
 
 

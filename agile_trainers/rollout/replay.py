@@ -13,7 +13,7 @@ import numpy as np
 from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, Generator
-from agile_trainers.types import Trajectory
+from agile_trainers.types import Trajectory, keyed
 
 logger = logging.get_logger(__name__)
 
@@ -135,7 +135,7 @@ class ReplayingGenerator:
             return None
         if request.identity is not None:
             return next((answer for answer in record.answers if answer.prompt == request.identity), None)
-        if record.answers[0].prompt == digest_of_ids(request.token_ids):
+        if record.answers[0].prompt == digest_of_ids(keyed(request.token_ids, request.pictures)):
             return record.answers[0]
         del self._recorded[request.episode]
         logger.warning(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from agile_trainers.envs.base import Observation
 from agile_trainers.envs.checker import LONG_OBSERVATION
-from agile_trainers.types import Message
+from agile_trainers.types import Message, Picture, parts_of
 
 
 class Chat(Protocol):
@@ -35,6 +35,8 @@ class Chat(Protocol):
     def delimited(self, observation: Observation, last_action_id: int) -> list[int]: ...
 
     def decode(self, action_ids: list[int]) -> str: ...
+
+    def pictures(self, messages: list[Message]) -> list[Picture]: ...
 
     def with_tools(self, tools: list[dict[str, Any]]) -> Chat: ...
 
@@ -76,7 +78,7 @@ def cut_observation(observation: Observation, limit: int) -> tuple[Observation, 
     Args:
         observation: Text or messages. Of messages, the first ``limit`` characters of content in total are kept; the
             messages after the cut are dropped.
-        limit: Number of characters.
+        limit: Number of characters. Images have none.
 
     Returns:
         The observation, and True if it was cut.
@@ -85,10 +87,14 @@ def cut_observation(observation: Observation, limit: int) -> tuple[Observation, 
         return (_cut(observation, limit), True) if len(observation) > limit else (observation, False)
     kept: list[Message] = []
     for message in observation:
-        content = message["content"]
-        if len(content) > limit:
-            return [*kept, {**message, "content": _cut(content, limit)}], True
-        limit -= len(content)
+        content, parts = message["content"], []
+        for part in parts_of(message):
+            text = part.get("text", "")
+            if len(text) > limit:
+                parts.append({**part, "text": _cut(text, limit)})
+                return [*kept, {**message, "content": parts[0]["text"] if isinstance(content, str) else parts}], True
+            limit -= len(text)
+            parts.append(part)
         kept.append(message)
     return observation, False
 

@@ -22,6 +22,7 @@ from agile_trainers.envs.checker import (
     validate_step,
 )
 from agile_trainers.envs.context import Context, History, Question, full
+from agile_trainers.envs.images import check_images
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
@@ -35,7 +36,7 @@ from agile_trainers.rollout.replay import (
     set_noise_state,
 )
 from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits, cut_observation
-from agile_trainers.types import Message, StopReason, Trajectory, Turn, common_prefix
+from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn, common_prefix, keyed, text_of
 
 
 @dataclass
@@ -52,6 +53,8 @@ class _Episode:
     """Number of these up to the answer."""
     paths: list[list[int]] = field(default_factory=list)
     """Token ids: the conversations begun so far. The last one goes on."""
+    pictures: list[list[Picture]] = field(default_factory=list)
+    """The images of each."""
     begun: list[Message] = field(default_factory=list)
     """The messages that the last one began with."""
     turns: list[Turn] = field(default_factory=list)
@@ -101,12 +104,20 @@ class _Episode:
         self.answered = len(self.context)
         self.asked = None
 
-    def begin(self, messages: list[Message], ids: list[int]) -> None:
+    def begin(self, messages: list[Message], ids: list[int], pictures: list[Picture]) -> None:
         """Begin a new conversation."""
+        own = keyed(ids, pictures)
+        before = [keyed(*both) for both in zip(self.paths, self.pictures, strict=True)]
         # The last token of either was not read, or is read once more for what follows it.
-        self.shared = max((min(common_prefix(one, ids), len(one) - 1, len(ids) - 1) for one in self.paths), default=0)
+        self.shared = max((min(common_prefix(one, own), len(one) - 1, len(own) - 1) for one in before), default=0)
         self.begun = messages
         self.paths.append(ids)
+        self.pictures.append(pictures)
+
+    def extend(self, ids: Sequence[int], pictures: list[Picture]) -> None:
+        """Append an observation to the last conversation."""
+        self.paths[-1] += ids
+        self.pictures[-1] += pictures
 
     def finished(self) -> Trajectory:
         assert self.stop_reason is not None
@@ -126,6 +137,7 @@ class _Episode:
             last = self.turns[-1]
             after = self.paths[last.path][last.place + last.end :]
             return forest([self.call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
+        fields["pictures"] = self.pictures if any(self.pictures) else None
         path = self.paths[0] if self.paths else []
         prompt = self.turns[0].place if self.turns else len(path)
         logprobs, kept = [0.0] * (len(path) - prompt), [b""] * (len(path) - prompt)
@@ -153,6 +165,7 @@ class _Episode:
             fork=turn.fork,
             question=turn.question,
             kept=self.kept[k],
+            pictures=self.pictures[turn.path],
         )
 
 
@@ -220,7 +233,7 @@ class SteppedRollout:
         episode = self._episodes[key]
         calls = [episode.call(k) for k in range(len(episode.turns))]
         answers = [
-            RecordedAnswer(digest_of_ids(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason, it.kept)
+            RecordedAnswer(digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept)
             for it in calls
         ]
         return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
@@ -296,7 +309,7 @@ class SteppedRollout:
             self._propose(outcome.episode, episode, delimited)
             return
         if not terminated and self._append_final_observation and episode.room >= len(delimited):
-            episode.paths[-1] += delimited
+            episode.extend(delimited, self._chat.pictures(as_messages(observation)))
 
     def _propose(self, index: int, episode: _Episode, delimited: Sequence[int] = ()) -> None:
         """Go on with the context, or with what it is rewritten to.
@@ -337,7 +350,7 @@ class SteppedRollout:
             messages = validate_context(messages, source)
             # Every message has a token of its own.
             if (
-                sum(len(one["content"]) + 1 for one in messages)
+                sum(len(text_of(one)) + 1 for one in messages)
                 > episode.limits.max_model_length * self._chat.longest_token
             ):
                 episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
@@ -346,7 +359,7 @@ class SteppedRollout:
         unchanged, episode.context = messages == known, messages
         if not episode.turns:
             episode.prompt = messages
-            episode.begin(messages, self._chat.first(messages))
+            episode.begin(messages, self._chat.first(messages), self._chat.pictures(messages))
             if not episode.paths[-1]:
                 raise EnvironmentProtocolError(
                     f"{source or 'reset()'} returned {messages!r}, which tokenizes to nothing."
@@ -373,9 +386,10 @@ class SteppedRollout:
             if room < 1:
                 episode.stop_reason = StopReason.CONTEXT_FULL
             if room >= 1 or (self._append_final_observation and room == 0):
-                path += delimited
+                check_images(messages)
+                episode.extend(delimited, self._chat.pictures(said))
         else:
-            episode.begin(messages, self._chat.first(messages, sampled=True))
+            episode.begin(messages, self._chat.first(messages, sampled=True), self._chat.pictures(messages))
             if episode.room < 1:
                 episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
         episode.ask(None if unchanged and fork is None else messages, fork, question)
@@ -401,7 +415,7 @@ def _record_of(ended: Trajectory) -> RecordedEpisode:
         logprobs = ended.sampling_logprobs[turn.start : turn.end]
         kept = None if ended.kept is None else ended.kept[turn.start : turn.end]
         answers.append(
-            RecordedAnswer(digest_of_ids(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason, kept)
+            RecordedAnswer(digest_of_ids(ended.key_of(k)), ended.action_of(k), logprobs, turn.finish_reason, kept)
         )
     return RecordedEpisode(answers)
 
@@ -428,6 +442,7 @@ def _request(key: int, episode: _Episode) -> GenerationRequest:
         max_new_tokens=min(episode.limits.max_new_tokens, episode.room),
         uniforms=lambda n: episode.noise.random(n).tolist(),
         extends=episode.asked.fork is None,
+        pictures=list(episode.pictures[-1]),
     )
 
 

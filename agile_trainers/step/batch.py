@@ -115,6 +115,8 @@ def train_batch(
         places=batch.places,
         kept_words=batch.kept_words,
         kept_sizes=batch.kept_sizes,
+        image_features=batch.image_features,
+        image_places=batch.image_places,
         turn_columns=dict(credit.columns),
     )
     if log_probs.snapshot is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from agile_trainers.step.draws import EpisodeDraws, Row
 from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
-from agile_trainers.types import Trajectory, TurnBatch
+from agile_trainers.types import Picture, Trajectory, TurnBatch
 
 
 class EpisodeRunner:
@@ -60,6 +60,8 @@ class Collator:
     end_token_id: int
     pad_to_multiple_of: int | None
     device: torch.device
+    encode: Callable[[Picture], None] | None = None
+    """Gives an image its features, in a run that shows images."""
 
     def batch(self, trajectories: list[Trajectory], added: torch.Tensor) -> TurnBatch:
         """Make the batch of this process's episodes.
@@ -74,6 +76,7 @@ class Collator:
             end_token_id=self.end_token_id,
             pad_to_multiple_of=self.pad_to_multiple_of,
             device=self.device,
+            encode=self.encode,
         )
         rows = torch.arange(len(added), device=added.device)
         last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)

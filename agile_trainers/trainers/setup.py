@@ -12,9 +12,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from peft.utils import TrainableTokensWrapper
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
@@ -48,6 +50,7 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
+from agile_trainers.rollout.generators.images import LANGUAGE, SUPPORTED, prepare_for_images
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -68,6 +71,7 @@ from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
+from agile_trainers.types import Picture, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -180,6 +184,8 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     args = with_best_metric(args, by_reward=rewarded, eval_dataset=eval_dataset)
     if args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
+    elif isinstance(peft_config, LoraConfig) and not peft_config.exclude_modules and shows_images(given):
+        peft_config = within_scope(peft_config, *LANGUAGE)
 
     train_dataset = kept_columns(args, train_dataset, "train_dataset")
     eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
@@ -298,6 +304,9 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     engine = make_rollout_engine(
         args, setup, trainer.processing_class, trainer.eos_token_ids, policy.config, needs_anchors=trainer.needs_anchors
     )
+    encode = None
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        encode = prepare_images(args, accelerator, policy, trainer.ref_model)
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
     if args.reference_update_steps:
         trainer.add_callback(ReferenceUpdates(reference))
@@ -308,7 +317,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     checkpoints = RunCheckpoints(trainer, seam.algorithm, trainer.environment, saved)
     stop = GracefulStop(accelerator)
     trainer.add_callback(stop)
-    step = _make_step(trainer, seam, setup, engine, saved, closing)
+    step = _make_step(trainer, seam, setup, engine, saved, closing, encode)
     token_ids = (seam.tokenizer.pad_token_id, trainer.eos_token_ids[0])
     measurements = PolicyMeasurements(step.log_prob_passes, accelerator, args.diagnosis_interval, token_ids)
     health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
@@ -332,7 +341,13 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
 
 
 def _make_step(
-    trainer: Any, seam: Seam, setup: RunSetup, engine: RolloutEngine, saved: SavedAdapters | None, closing: ExitStack
+    trainer: Any,
+    seam: Seam,
+    setup: RunSetup,
+    engine: RolloutEngine,
+    saved: SavedAdapters | None,
+    closing: ExitStack,
+    encode: Callable[[Picture], None] | None,
 ) -> StepParts:
     """Make what samples and what all forward passes share, then what uses them."""
     args, accelerator, policy = trainer.args, trainer.accelerator, trainer.model
@@ -372,7 +387,7 @@ def _make_step(
         )
         closing.callback(ahead.close)
     end_token = trainer.eos_token_ids[0]
-    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device)
+    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device, encode)
     rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
@@ -467,7 +482,7 @@ def warn_of_unseen_prompts(
     for name, (observation, _) in ((name, start) for name, start in first_states.items() if start is not None):
         prompt = (rows.get(name) or {}).get("prompt")
         said = prompt if isinstance(prompt, str) else _last_content(prompt)
-        seen = observation if isinstance(observation, str) else "\n".join(str(m["content"]) for m in observation)
+        seen = observation if isinstance(observation, str) else "\n".join(map(text_of, observation))
         if said and said.strip() not in seen:
             logger.warning(
                 "train_dataset has a column 'prompt', but the first observation%s does not contain its text: reset() gets "
@@ -497,6 +512,63 @@ def prepare_policy(model: Any, tokenizer: Any, *, auxiliary_loss: bool) -> None:
     check_vocabulary(model, tokenizer)
     disable_bnb_cpu_packing(model)
     fuse(model)
+
+
+def shows_images(given: Mapping[str, Any]) -> bool:
+    """Return whether a run's model reads images, as its arguments say before it is loaded.
+
+    Args:
+        given: The arguments of the trainer's constructor, by name.
+    """
+    model, args = given["model"], given["args"]
+    if isinstance(given["processing_class"], PreTrainedTokenizerBase):
+        return False
+    if not isinstance(model, str):
+        return getattr(getattr(model, "config", None), "model_type", None) in SUPPORTED
+    init = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in ("revision", "subfolder")}
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **init)
+    except Exception:  # loading the model says what is wrong
+        return False
+    return config.model_type in SUPPORTED
+
+
+def prepare_images(args: Any, accelerator: Accelerator, policy: Any, reference: Any) -> Callable[[Picture], None]:
+    """Prepare a policy and its reference for episodes with images, and freeze what encodes these.
+
+    Args:
+        args: The trainer's, for episodes.
+        accelerator: The trainer's.
+        policy: The policy, adapters included.
+        reference: A frozen model, or None.
+
+    Returns:
+        What gives an image its features.
+
+    Raises:
+        ValueError: For an adapter with layers in the image encoder, or options that images do not fit.
+    """
+    text_only = "For episodes of text, pass the processor's tokenizer as `processing_class`."
+    if args.use_vllm:
+        raise ValueError(f"use_vllm=True samples text, and processing_class is a processor of images. {text_only}")
+    if args.n_gpu > 1 or accelerator.distributed_type not in (DistributedType.NO, *_WHOLE_COPIES):
+        raise ValueError(
+            "Images are encoded by each process with a whole copy of the model; sharded models and several GPUs in one "
+            f"process have none. Launch with DDP. {text_only}"
+        )
+    if reference is not None:
+        prepare_for_images(base_model(accelerator.unwrap_model(reference)))
+    reader = prepare_for_images(base_model(policy))
+    adapted = [name for name in reader.freeze() if "lora_" in name]
+    if adapted:
+        raise ValueError(
+            f"The adapter has layers in the image encoder, such as {adapted[0]!r}, which is frozen: each image is encoded "
+            f"once. Set lora_target_scope='language_model' ('text_model' of Idefics 3 and SmolVLM). {text_only}"
+        )
+    return reader.encode
+
+
+_WHOLE_COPIES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def check_auxiliary_loss(args: Any, own_loss: str | None, coefficient: float) -> None:

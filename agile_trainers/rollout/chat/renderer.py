@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.adapters.untrusted import check_template
+from agile_trainers.rollout.chat.pictures import Pictures
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import (
     ANSWER,
@@ -34,7 +35,7 @@ from agile_trainers.rollout.chat.template_check import (
     sampled_call,
 )
 from agile_trainers.rollout.chat.template_repair import original_of, training_templates, trl_name
-from agile_trainers.types import Message
+from agile_trainers.types import Message, Picture, images_of, parts_of
 
 _ANSWER = "agileAnswer"
 _EXACT: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -87,6 +88,7 @@ class ChatRenderer:
             keeps them, otherwise this library's.
         on_rewrite: What to do with another template that rewrites earlier turns: ``"refuse"`` it, or ``"fork"``: render the
             conversation again where it does, see :meth:`goes_on`.
+        pictures: Makes what a model reads of images. None: messages with images are refused.
 
     Attributes:
         chat_template: The template in use (a training version if requested and needed), None for plain text.
@@ -108,8 +110,10 @@ class ChatRenderer:
         chat_template_kwargs: dict[str, Any] | None = None,
         training_chat_template: bool = False,
         on_rewrite: str = "refuse",
+        pictures: Pictures | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pictures = tokenizer, pictures
+        images = () if pictures is None else pictures.special
         self.forks = on_rewrite == "fork"
         self.rewrite: Rewrite | None = None
         self._rewriting: set[tuple[str, ...]] = set()
@@ -131,7 +135,7 @@ class ChatRenderer:
             self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
             self._silent, self._foreign = self._escaper.flagged, self._escaper.ids
             return
-        self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
+        self._escaper = SpecialTokenEscaper(tokenizer, {*self.eos_token_ids, *images})
         template = tokenizer.get_chat_template(chat_template)
         if trl_name(template) is None:
             check_template(template, _name(tokenizer))
@@ -173,9 +177,36 @@ class ChatRenderer:
             return self._bos() + self._plain_ids(messages, of_answers=self._foreign if sampled else ())
         own = self._own_specials(self.chat_template, messages)
         hidden = self._escaper.hide(messages, self._foreign if sampled else ())
-        ids = self._escaper.encode(self._render(hidden))
         # Messages of the assistant may contain special tokens, of thinking for example.
-        return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
+        examples = any(message["role"] == "assistant" for message in messages)
+        return self._encode(self._render(hidden), messages, None if examples else own)
+
+    def pictures(self, messages: list[Message]) -> list[Picture]:
+        """Return what a model reads of the images in messages, in order.
+
+        Raises:
+            ValueError: If there are images and nothing processes them, or they are rejected.
+        """
+        if not images_of(messages):
+            return []
+        if self._pictures is None or self.chat_template is None:
+            raise ValueError(
+                f"A message has an image, which {_name(self._tokenizer)} cannot read. Train a model that reads images, and "
+                "pass its processor (AutoProcessor.from_pretrained) with a chat template as `processing_class`."
+            )
+        return self._pictures.of(messages)
+
+    def _encode(self, text: str, messages: list[Message], own: Counter[int] | None) -> list[int]:
+        """Tokenize a rendered text, with the placeholders of its images; ``own`` are the special tokens that it may have."""
+        pictures = self.pictures(messages)
+        if own is not None or not pictures:
+            ids = self._escaper.encode(text)
+            if own is not None:
+                self._escaper.check(ids, own)
+            if not pictures:
+                return ids
+        assert self._pictures is not None
+        return self._escaper.encode(self._pictures.expanded(text, pictures))
 
     def with_tools(self, tools: list[dict[str, Any]]) -> ChatRenderer:
         """Return the renderer of conversations that begin with these tools.
@@ -402,9 +433,7 @@ class ChatRenderer:
             ids = self._plain_ids(messages, _PARTING)
             return ids, ids, None
         known = self._turn_delimiters(messages)
-        ids = self._escaper.check(
-            self._escaper.encode(self._after_answer(self._escaper.hide(messages))), known.specials
-        )
+        ids = self._encode(self._after_answer(self._escaper.hide(messages)), messages, known.specials)
         if known.end_of_turn is None:
             return ids, ids, None
         # Split after tokenizing: some tokens (Phi-3) absorb the whitespace after them.
@@ -504,10 +533,10 @@ class ChatRenderer:
 
     def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
         """Count the template's own special tokens around a prompt, and check its roles for rewriting, once per roles."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._prompts:
+        roles, kinds = tuple(message["role"] for message in messages), _kinds(messages)
+        if kinds not in self._prompts:
             # A prompt of one user message was checked when the template was chosen.
-            if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
+            if kinds != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
                 self._rewriting.add(roles)
                 fix = (
                     f"It does so after a prompt of the roles {list(roles)}. Make the prompt one message of role 'user' "
@@ -515,9 +544,9 @@ class ChatRenderer:
                 )
                 if not self.forks:
                     raise ValueError(self._refusal(rewrite, template, fix))
-            probes = [{**message, "content": "agileProbe"} for message in messages]
-            self._prompts[roles] = self._escaper.count(self._render(probes))
-        return self._prompts[roles]
+            probes = [_saying(message, "agileProbe") for message in messages]
+            self._prompts[kinds] = self._escaper.count(self._render(probes))
+        return self._prompts[kinds]
 
     def _turn_delimiters(self, messages: list[Message]) -> _TurnDelimiters:
         """Return what the turn delimiters of all messages with these roles share.
@@ -525,14 +554,15 @@ class ChatRenderer:
         In most templates the end-of-turn token closes the answer's turn. In templates without one (GLM), it opens the
         next turn, and the model samples it to stop.
         """
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._delimiters:
+        roles, kinds = tuple(message["role"] for message in messages), _kinds(messages)
+        if kinds not in self._delimiters:
             if "assistant" in roles:
                 raise ValueError(f"The observation has roles {list(roles)}; 'assistant' is the model's own role.")
             probes = [f"agileObservationProbe{index}x" for index in range(len(messages))]
-            rendered = self._after_answer([{**message, "content": probe} for message, probe in zip(messages, probes)])
-            for role, probe in zip(roles, probes):
-                if probe not in rendered:
+            probing = [_saying(message, probe) for message, probe in zip(messages, probes)]
+            rendered = self._after_answer(probing)
+            for role, message, probe in zip(roles, messages, probes):
+                if probe not in rendered and any(part["type"] == "text" for part in parts_of(message)):
                     raise ValueError(
                         f"The chat template of {_name(self._tokenizer)} does not write a message of role {role!r} "
                         f"after an answer. Let the environment return text, or a role that the template writes."
@@ -540,15 +570,14 @@ class ChatRenderer:
             ends = self._escaper.ids.union(self.eos_token_ids)
             ids = self._escaper.encode(rendered.partition(probes[0])[0])
             end_of_turn = next((i for i in ids if i in ends), None)
-            self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
-            self._delimiters[roles] = _TurnDelimiters(end_of_turn, self._escaper.count(rendered))
-        return self._delimiters[roles]
+            if kinds != ("user",):  # such a message is already checked
+                self._check_observation(probing, roles)
+            self._delimiters[kinds] = _TurnDelimiters(end_of_turn, self._escaper.count(rendered))
+        return self._delimiters[kinds]
 
     def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:
-        """Reject roles that make the template rewrite earlier turns. A single user message is already checked."""
+        """Reject roles that make the template rewrite earlier turns."""
         assert self.chat_template is not None
-        if roles == ("user",):
-            return
         if rewrite := self._find_rewrite(self.chat_template, self._kwargs, observation=messages):
             self._rewriting.add(roles)
             fix = (
@@ -613,7 +642,23 @@ def _wants_parts(render: Render) -> bool:
 
 
 def _in_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    return {**message, "content": parts_of(message)}
+
+
+def _kinds(messages: list[Message]) -> tuple[str, ...]:
+    """Return the role of each message, and the kinds of its parts if it has any."""
+    return tuple(
+        one["role"] if isinstance(one["content"], str) else " ".join([one["role"], *(p["type"] for p in one["content"])])
+        for one in messages
+    )
+
+
+def _saying(message: Message, text: str) -> Message:
+    """Replace the text of a message; its images stay."""
+    if isinstance(message["content"], str):
+        return {**message, "content": text}
+    parts = [{"type": "text", "text": text} if part["type"] == "text" else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _as_messages(observation: str | list[Message]) -> list[Message]:
@@ -623,6 +668,10 @@ def _as_messages(observation: str | list[Message]) -> list[Message]:
     if not isinstance(observation, list) or not observation:
         raise ValueError(f"An observation is text or a non-empty list of chat messages, not {observation!r}.")
     for message in observation:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), (str, list))
+        ):
             raise ValueError(f'A chat message is {{"role": text, "content": text}}, not {message!r}.')
     return observation

@@ -38,7 +38,8 @@ def reading(base: PreTrainedModel) -> Reading:
     counts_columns = "local" in getattr(
         base.config, "attention_layers", ()
     )  # GPT-Neo keeps the keys of its local layers
-    if counts_columns or not takes_position_ids(base):
+    sees_ahead = {"token_type_ids", "pixel_values"} <= _accepted(base).keys()  # inside an image, with Gemma 3
+    if counts_columns or sees_ahead or not takes_position_ids(base):
         return Reading.TURN
     plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
     return Reading.NEW if plain else Reading.TURN

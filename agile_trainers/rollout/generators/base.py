@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from agile_trainers.types import Picture
 
 FinishReason = Literal["stop", "length"]
 
@@ -72,6 +74,8 @@ class GenerationRequest:
     """Key of the request among those of its episode that are pending at the same time."""
     extends: bool = True
     """False for ids that need not extend the episode's last request: a rewritten context, or a question on the side."""
+    pictures: Sequence[Picture] = ()
+    """The images of the conversation, in order."""
     identity: str | None = None
     """Digest by which another process knows the request among all of its episode, which come in any order. None: they come
     one after the other."""

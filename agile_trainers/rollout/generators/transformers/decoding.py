@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.images import ImageReader, Shown
 from agile_trainers.rollout.generators.transformers.kv_cache import KVBatch
+from agile_trainers.types import Picture
 
 NO_TOKEN = torch.iinfo(torch.int64).max
 """Padding for stop strings: ``StopStringCriteria`` never matches ids beyond the vocabulary."""
@@ -28,6 +30,8 @@ class CachedLineage:
     """Row of ``kv`` that begins with the lineage's keys and values. A copy has its original's until it is decoded."""
     cached: int = 0
     """Number of ``ids``, the first ones, whose keys and values are kept."""
+    pictures: Sequence[Picture] = ()
+    """The images among ``ids``, in order."""
     busy: bool = True
     """True while a request is pending that extends it."""
 
@@ -64,7 +68,11 @@ class DecodingBatch:
     input_mask: torch.Tensor
     """(R, q) bool, False on padding and on idle rows."""
     position_ids: torch.Tensor
-    """(R, q) int64."""
+    """(R, q) int64; (3, R, q) where rotary positions have several axes."""
+    shown: Shown | None = None
+    """The images of the next input."""
+    types: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the model takes beside to read these."""
     history: torch.Tensor | None = None
     """(R, L) int64, every id of the row, padded with its first one, for the repetition penalty."""
     recent: torch.Tensor | None = None
@@ -86,11 +94,13 @@ class DecodingBatch:
         """Set the next input to the (R,) sampled ``tokens``, alone or ``after_all`` earlier input."""
         ids, mask = tokens[:, None].to(self.input_ids.device), self.alive[:, None]
         # An idle row stays at its last position, which is always valid.
-        positions = self.position_ids[:, -1:] + mask
+        positions = self.position_ids[..., -1:] + mask
         if after_all:
             ids = torch.cat([self.input_ids, ids], dim=1)
             mask = torch.cat([self.input_mask, mask], dim=1)
-            positions = torch.cat([self.position_ids, positions], dim=1)
+            positions = torch.cat([self.position_ids, positions], dim=-1)
+        else:
+            self.shown, self.types = None, {}
         self.input_ids, self.input_mask, self.position_ids = ids, mask, positions
 
     def drop(self, finished: Collection[SampledAnswer]) -> None:
@@ -99,13 +109,16 @@ class DecodingBatch:
         self.alive = placed([row is not None for row in self.rows], torch.bool, self.alive.device)
 
 
-def decoding_batch(answers: Sequence[SampledAnswer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
+def decoding_batch(
+    answers: Sequence[SampledAnswer], kv: KVBatch, pad_token_id: int, reader: ImageReader | None = None
+) -> DecodingBatch:
     """Make a batch whose next input is the part of each answer's lineage that ``kv`` does not hold.
 
     Args:
         answers: The answers, in the order of the rows of ``kv``.
         kv: Keys and values read so far.
         pad_token_id: Padding of ``input_ids``.
+        reader: Shows images.
     """
     device = kv.mask.device
     unread = [answer.lineage.ids[answer.lineage.cached :] for answer in answers]
@@ -113,7 +126,7 @@ def decoding_batch(answers: Sequence[SampledAnswer], kv: KVBatch, pad_token_id: 
     cached = torch.tensor([[answer.lineage.cached] for answer in answers], device=device)
     padding = torch.tensor([[input_ids.shape[1] - len(ids)] for ids in unread], device=device)
     offsets = torch.arange(input_ids.shape[1], device=device) - padding
-    return DecodingBatch(
+    batch = DecodingBatch(
         rows=list(answers),
         alive=torch.ones(len(answers), dtype=torch.bool, device=device),
         kv=kv,
@@ -121,6 +134,14 @@ def decoding_batch(answers: Sequence[SampledAnswer], kv: KVBatch, pad_token_id: 
         input_mask=offsets >= 0,
         position_ids=(cached + offsets).clamp(min=0),
     )
+    lineages = [answer.lineage for answer in answers]
+    images = reader and reader.of_rows(
+        [(one.ids, one.pictures, one.cached) for one in lineages], input_ids.shape[1], device
+    )
+    if images:
+        batch.shown, batch.types = images
+        batch.position_ids = batch.types.pop("position_ids", batch.position_ids)
+    return batch
 
 
 def placed(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

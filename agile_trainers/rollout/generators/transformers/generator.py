@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from agile_trainers.rollout.generators.base import (
     SamplingSettings,
 )
 from agile_trainers.rollout.generators.checks import Conversations, check_token_ids
+from agile_trainers.rollout.generators.images import reader_of
 from agile_trainers.rollout.generators.transformers.attention import DecodingAttention
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,
@@ -44,7 +46,7 @@ from agile_trainers.rollout.generators.transformers.decoding import (
 )
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
-from agile_trainers.types import common_prefix
+from agile_trainers.types import common_prefix, keyed
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ class TransformersGenerator:
         check_padding(base)
         self._takes_positions = takes_position_ids(base)
         self._options = {"logits_to_keep": 1} if takes_logits_to_keep(base) else {}
-        self._reading = reading(base)
+        self._reading, self._reader = reading(base), reader_of(base)
         self._cache_argument = cache_argument(base) or ""  # a model without one reads the conversation for every token
         self._keeps_cache = self._reading is Reading.NEW
         self._attention = DecodingAttention(base)
@@ -177,9 +179,12 @@ class TransformersGenerator:
     def _lineage_for(self, request: GenerationRequest) -> CachedLineage:
         """Take, crop or copy the lineage that shares most with a request, or begin one."""
         lineages = self._lineages.setdefault(request.episode, [])
-        ids = list(request.token_ids)
+        ids, pictures = list(request.token_ids), request.pictures
+        own = keyed(ids, pictures)
         # The last id is always read, for its logits.
-        shared = {kept: min(common_prefix(kept.ids, ids), kept.cached, len(ids) - 1) for kept in lineages}
+        shared = {
+            kept: min(common_prefix(keyed(kept.ids, kept.pictures), own), kept.cached, len(ids) - 1) for kept in lineages
+        }
         # Of those that share the same, one that can be taken, and the last used one.
         source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
         if source is None or not shared[source]:
@@ -192,6 +197,7 @@ class TransformersGenerator:
             lineages.append(CachedLineage(request.episode, ids, source.kv, source.row, shared[source]))
         else:
             lineages.append(CachedLineage(request.episode, ids))
+        lineages[-1].pictures = pictures
         return lineages[-1]
 
     def _has_room(self) -> bool:
@@ -251,7 +257,7 @@ class TransformersGenerator:
         order = list(dict.fromkeys(answer.lineage.kv for answer in answers))
         answers.sort(key=lambda answer: (answer.lineage.kv is None, order.index(answer.lineage.kv)))
         kv = self._gather([answer.lineage for answer in answers])
-        self._batch = decoding_batch(answers, kv, self._pad_token_id)
+        self._batch = decoding_batch(answers, kv, self._pad_token_id, self._reader)
         if self._sampler.penalty:
             conversations = [answer.lineage.ids for answer in answers]
             history = left_pad(conversations, [ids[0] for ids in conversations])
@@ -295,9 +301,13 @@ class TransformersGenerator:
 
     def _forward(self, batch: DecodingBatch) -> torch.Tensor:
         """Compute the (R, V) logits of the next token, and add the input to the cache."""
-        options: dict[str, Any] = dict(self._options)
+        options: dict[str, Any] = {**self._options, **batch.types}
         if self._takes_positions:
             options["position_ids"] = batch.position_ids
+        with nullcontext() if self._reader is None else self._reader.showing(batch.shown):
+            return self._logits(batch, options)
+
+    def _logits(self, batch: DecodingBatch, options: dict[str, Any]) -> torch.Tensor:
         if self._reading is Reading.TOKEN:
             outputs = self.model(input_ids=batch.input_ids, attention_mask=batch.input_mask, use_cache=False, **options)
             return outputs.logits[:, -1].to(self._sampling_device)

@@ -1,0 +1,147 @@
+"""Reads the images that environments put into messages, and refuses those that would harm the run."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from agile_trainers.types import Image, Message, images_of
+
+MOST_PIXELS = 2**24
+"""Pixels of an image, and a quarter of those of an episode, at most."""
+MOST_IMAGES = 256
+"""Images of an episode, at most."""
+_MOST_BYTES = 2**26
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DATA = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
+_SOURCES = ("image", "path", "url", "base64")
+
+
+class ImageError(ValueError):
+    """Raised for an image that cannot be read or is too large."""
+
+
+def read_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a message's content in the form that episodes keep.
+
+    Args:
+        part: As transformers and TRL write it: ``{"type": "text", "text": ...}``; or ``{"type": "image", ...}`` with an
+            ``image`` (a PIL image, bytes, a path, or :class:`~agile_trainers.types.Image`), a ``path``, a ``url`` (of a file,
+            or with the data in it) or ``base64``.
+
+    Raises:
+        ImageError: If it is another part, or its image cannot be read or is too large.
+    """
+    if not isinstance(part, dict):
+        raise ImageError(f"A part of a message is a dictionary with a type, not {type(part).__name__}.")
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        part = {"type": "image", "url": part["image_url"].get("url")}
+    given = [name for name in _SOURCES if part.get(name) is not None]
+    if part.get("type") != "image" or len(given) != 1:
+        raise ImageError(
+            'A part of a message is {"type": "text", "text": "..."} or {"type": "image", "image": ...}; got '
+            f"type={kind!r} with {', '.join(map(repr, part)) or 'nothing'}."
+        )
+    return {"type": "image", "image": read_image(part[given[0]], given[0])}
+
+
+def read_image(value: Any, source: str = "image") -> Image:
+    """Read an image.
+
+    Args:
+        value: A PIL image, the bytes of a file, or a path.
+        source: ``"image"``, ``"path"``, ``"url"`` or ``"base64"``.
+
+    Raises:
+        ImageError: If it is none, cannot be decoded, has several frames, no pixels or too many.
+        ImportError: If Pillow is not installed.
+    """
+    if isinstance(value, Image):
+        return value
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ImportError("Images in episodes need Pillow: pip install 'agile-trainers[images]'.") from error
+    if isinstance(value, PIL.Image.Image):
+        _check_size(value)
+        file = BytesIO()
+        value.convert("RGB").save(file, "PNG", compress_level=1)
+        return Image(file.getvalue())
+    data = _bytes_of(value, source)
+    if len(data) > _MOST_BYTES:
+        raise ImageError(f"An image has {len(data):,} bytes; expected at most {_MOST_BYTES:,}.")
+    try:
+        with PIL.Image.open(BytesIO(data), formats=_FORMATS) as found:
+            _check_size(found)
+            found.load()
+    except ImageError:
+        raise
+    except Exception as error:  # whatever a decoder makes of broken bytes
+        raise ImageError(f"An image of {len(data):,} bytes cannot be read: {type(error).__name__}: {error}") from error
+    return Image(data)
+
+
+def opened(image: Image) -> Any:
+    """Return an image as a PIL image in RGB."""
+    import PIL.Image
+
+    with PIL.Image.open(BytesIO(image.data), formats=_FORMATS) as found:
+        return found.convert("RGB")
+
+
+def check_images(messages: Sequence[Message]) -> None:
+    """Check that the images of an episode are few enough.
+
+    Raises:
+        ImageError: If they, or their pixels, are too many.
+    """
+    images = images_of(messages)
+    pixels = sum(width * height for width, height in map(size_of, images))
+    if len(images) > MOST_IMAGES or pixels > 4 * MOST_PIXELS:
+        raise ImageError(
+            f"The conversation has {len(images)} images of {pixels:,} pixels in all; expected at most {MOST_IMAGES} of "
+            f"{4 * MOST_PIXELS:,}. Show fewer, scale them down, or keep the last ones with history='images:N'."
+        )
+
+
+def size_of(image: Image) -> tuple[int, int]:
+    """Return the width and height of an image in pixels."""
+    import PIL.Image
+
+    with PIL.Image.open(BytesIO(image.data), formats=_FORMATS) as found:
+        return found.size
+
+
+def _bytes_of(value: Any, source: str) -> bytes:
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        encoded = text if source == "base64" else _DATA.sub("", text, count=1) if _DATA.match(text) else None
+        if encoded is not None:
+            try:
+                return base64.b64decode(encoded, validate=True)
+            except ValueError as error:
+                raise ImageError(f"The base64 data of an image cannot be read: {error}") from error
+        path = Path(text.removeprefix("file://"))
+        if "://" not in str(text).removeprefix("file://") and path.is_file() and path.stat().st_size <= _MOST_BYTES:
+            return path.read_bytes()
+        raise ImageError(f"The image {text[:80]!r} is no file of at most {_MOST_BYTES:,} bytes; addresses are not fetched.")
+    raise ImageError(f"An image is a PIL image, bytes or a path, not {type(value).__name__}.")
+
+
+def _check_size(image: Any) -> None:
+    width, height = image.size
+    if width * height < 1 or width * height > MOST_PIXELS:
+        raise ImageError(
+            f"An image has {width} x {height} pixels; expected 1 to {MOST_PIXELS:,}. Scale it down: a model reads far fewer."
+        )
+    if getattr(image, "n_frames", 1) > 1:
+        raise ImageError(f"An image has {image.n_frames} frames; expected one. Choose a frame.")
