@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from image_models import IMAGE_ARCHITECTURES, Gallery, make_image_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -322,8 +323,9 @@ class Comparing(MultiTurnGRPOTrainer):
 
         def noted(batch: Any, *given: Any) -> TrainBatch:
             output = finish(batch, *given)
-            assert output.old_per_token_logps is not None
-            self.scored = self._mismatch(output.old_per_token_logps, output)
+            scored = self.log_prob_passes.compute(self._models, batch, old=True, reference=False).old
+            assert scored is not None
+            self.scored = self._mismatch(scored, output)
             self.tokens = int((batch.turn_ids >= 0).sum())
             return output
 
@@ -376,11 +378,15 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
     """Train an architecture for one update.
 
     Args:
-        name: Key of ``ARCHITECTURES``.
+        name: Key of ``ARCHITECTURES`` or ``IMAGE_ARCHITECTURES``.
         folder: Output folder of the run.
         changes: Options of the model's configuration.
     """
-    model = make_model(name, **changes)
+    environment: Any = Talk
+    if name in IMAGE_ARCHITECTURES:
+        (model, processor), environment = make_image_model(name), Gallery
+    else:
+        model, processor = make_model(name, **changes), make_tokenizer()
     args = MultiTurnGRPOConfig(
         output_dir=str(folder), max_turns=4, max_new_tokens=8, stop_strings=list("aeiou "), num_generations=4,
         num_iterations=2, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False,
@@ -389,7 +395,7 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
         skip_zero_advantage="false",  # every row is scored and trained, also one whose advantage happens to be 0
     )  # fmt: skip
     try:
-        trainer = Comparing(model=model, args=args, environment=Talk, processing_class=make_tokenizer())
+        trainer = Comparing(model=model, args=args, environment=environment, processing_class=processor)
     except ValueError as error:
         return Row(name, refused=str(error))
     trainer.train()
@@ -441,13 +447,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help=f"Architectures. Default: all, and write {PAGE.name}.")
     names = parser.parse_args().names
-    if unknown := set(names) - set(ARCHITECTURES):
-        parser.error(f"unknown architectures {sorted(unknown)}: choose from {', '.join(ARCHITECTURES)}.")
+    known = [*ARCHITECTURES, *IMAGE_ARCHITECTURES]
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown architectures {sorted(unknown)}: choose from {', '.join(known)}.")
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     rows = []
-    for name in names or ARCHITECTURES:
+    for name in names or known:
         rows.append(row := attempt(name))
         result = (
             row.refused

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
@@ -198,3 +201,39 @@ def make_image_model(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, Proc
                 parameter.data += 0.2 * torch.randn_like(parameter)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model.float(), processor
+
+
+SIZES = ((16, 16), (40, 24), (24, 56), (33, 17))
+
+
+def noise(seed: int, size: tuple[int, int] = (16, 16)) -> Any:
+    """An image whose pixels the seed decides."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+class Gallery:
+    """Shows two images, then one or none before each of the next turns; the sum of the answers' letters is the reward."""
+
+    turns = 3
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.random, self.turn = random.Random(seed), 0
+        words = "more " * self.random.randrange(4)
+        return [self._message([f"look {words}", self._image(), "and", self._image()])], {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        shown = [self._image() for _ in range(self.random.randrange(2))] if self.turn > 1 else [self._image()]
+        reward = sum(map(ord, action)) % 5 / 4
+        return [self._message([*shown, "again"])], reward, self.turn >= self.turns, False, {}
+
+    def _image(self) -> Any:
+        return noise(self.random.randrange(10**6), self.random.choice(SIZES))
+
+    @staticmethod
+    def _message(parts: list[Any]) -> dict[str, Any]:
+        written = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+        ]
+        return {"role": "user", "content": written}

@@ -1,0 +1,303 @@
+"""Images in observations: what is rendered, sampled and refused, compared with the processors and models themselves."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agile_trainers.envs import images
+from agile_trainers.envs.images import MOST_PIXELS, opened
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
+from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.images import axis_positions, prepare_for_images
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
+from agile_trainers.types import StopReason, Trajectory, images_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from image_models import IMAGE_ARCHITECTURES, Gallery, make_image_model, noise
+
+NAMES = [name for name in IMAGE_ARCHITECTURES if name != "llava_onevision"]
+NEED_VIDEOS = ("qwen", "smolvlm")
+"""Models whose processors need torchvision, for videos."""
+
+
+@cache
+def made(name: str) -> tuple[Any, Any]:
+    if name.startswith(NEED_VIDEOS):
+        pytest.importorskip("torchvision")
+    model, processor = make_image_model(name)
+    prepare_for_images(model)
+    return model.eval(), processor
+
+
+def engine(name: str, factory: Callable[[], Any] = Gallery, **options: Any) -> RolloutEngine:
+    model, processor = made(name)
+    options = {"max_turns": 3, "max_new_tokens": 5, **options}
+    return build_engine(EpisodeOptions(**options), EnvironmentPool(factory), processor, model_config=model.config)
+
+
+def sampler(name: str, chat: Any) -> TransformersGenerator:
+    model, processor = made(name)
+    settings = SamplingSettings(stop_strings=("a", "e", "o"))
+    return TransformersGenerator(
+        model, eos_token_ids=chat.eos_token_ids, pad_token_id=processor.tokenizer.pad_token_id, settings=settings,
+        tokenizer=processor.tokenizer,
+    )  # fmt: skip
+
+
+def play(name: str, factory: Callable[[], Any] = Gallery, seeds: tuple[int, ...] = (1, 2, 3), **options: Any) -> Any:
+    playing = engine(name, factory, **options)
+    specs = [EpisodeSpec(seed, (seed, place)) for place, seed in enumerate(seeds)]
+    return playing.run(specs, sampler(name, playing.chat))
+
+
+def scripted(name: str, answer: str, factory: Callable[[], Any] = Gallery, **options: Any) -> Trajectory:
+    playing = engine(name, factory, **options)
+    tokenizer = made(name)[1].tokenizer
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    (episode,) = playing.run([EpisodeSpec(1, (1,))], ScriptedGenerator(lambda request: ids))
+    return episode
+
+
+def processed(name: str, messages: list[dict[str, Any]], *, prompt: bool = False) -> Any:
+    """What the model's own processor makes of a whole conversation."""
+    processor = made(name)[1]
+    text = processor.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+    images = [opened(image) for image in images_of(messages)]
+    return processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_those_that_the_processor_makes_of_the_whole_conversation(name: str) -> None:
+    """Three turns, with images of different sizes: what was expanded before must not be expanded again."""
+    episode = scripted(name, "7<|im_end|>")
+    assert len(episode.turns) == 3
+    assert episode.error is None
+    conversation = [*episode.prompt, *episode.messages[:-1]]  # the last observation ends the episode
+    whole = processed(name, conversation)["input_ids"][0].tolist()
+    ids = [*episode.prompt_ids, *episode.completion_ids]
+    assert whole[: len(ids)] == ids
+    assert len({image.digest for image in images_of(conversation)}) == len(episode.pictures[0]) >= 3
+
+
+def test_an_image_token_in_a_text_becomes_ordinary_text() -> None:
+    class Forger(Gallery):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            image = {"type": "image", "image": noise(0)}
+            return [{"role": "user", "content": [{"type": "text", "text": "<image><image>"}, image]}], {}
+
+    episode = scripted("idefics3", "7", Forger, max_turns=1)
+    token = made("idefics3")[1].image_token_id
+    assert episode.prompt_ids.count(token) == episode.pictures[0][0].count == 20
+
+
+def test_a_template_that_writes_no_images_is_refused_by_what_it_writes() -> None:
+    model, processor = make_image_model("idefics3")
+    processor.chat_template = processor.chat_template.replace("'<image>'", "''")
+    playing = build_engine(EpisodeOptions(), EnvironmentPool(Gallery), processor, model_config=model.config)
+    (episode,) = playing.run([EpisodeSpec(1, (1,))], ScriptedGenerator(lambda request: [5]))
+    assert "writes 0 image(s)" in episode.error
+
+
+# ----------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_log_probs_are_those_of_the_whole_conversation_read_by_the_model_itself(name: str) -> None:
+    """The independent reference: transformers' own forward pass, from pixels, without a cache and without padding."""
+    model = made(name)[0]
+    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    episodes = play(name)
+    assert sum(len(episode.turns) for episode in episodes) == 9
+    for episode in episodes:
+        ids = torch.tensor([[*episode.prompt_ids, *episode.completion_ids]])
+        shown = [*episode.prompt, *episode.messages[:-1]]
+        inputs = {key: value for key, value in processed(name, shown).items() if "mask" not in key or "pixel" in key}
+        inputs["input_ids"] = ids
+        for key in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
+            inputs[key] = (ids == token).long()
+        with torch.no_grad():
+            log_probs = model(**inputs).logits[0, :-1].log_softmax(-1)
+        start = len(episode.prompt_ids) - 1
+        for turn in episode.turns:
+            for place in range(turn.start, turn.end):
+                expected = log_probs[start + place, episode.completion_ids[place]]
+                assert abs(episode.sampling_logprobs[place] - float(expected)) < 1e-4
+
+
+def test_an_image_is_encoded_once_for_a_group_that_shares_it() -> None:
+    model = made("idefics3")[0]
+    encoded = []
+    connector = model.model.connector.register_forward_hook(lambda *_: encoded.append(1))
+    episodes = play("idefics3", seeds=(4, 4, 4, 4))
+    connector.remove()
+    shown = {picture.key for episode in episodes for picture in episode.pictures[0]}
+    assert len(encoded) == len(shown) < sum(len(episode.pictures[0]) for episode in episodes)
+
+
+def test_an_image_token_is_never_sampled() -> None:
+    model, processor = make_image_model("idefics3")
+    token = model.config.image_token_id
+    with torch.no_grad():
+        model.lm_head.weight[token] = 0
+        model.lm_head.weight -= 5  # all others are unlikely
+    prepare_for_images(model.eval())
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert (logits.softmax(-1)[..., token] == 0).all()
+    assert "lm_head.bias" not in model.state_dict()
+
+
+def test_another_image_of_the_same_size_is_another_conversation() -> None:
+    """A rewritten context may hold the same ids: the keys and values of another image must not be read again."""
+
+    class Last(Gallery):
+        turns = 3
+
+        def context(self, messages: Any) -> Any:
+            return messages if len(messages) < 3 else [messages[-1]]
+
+        def _image(self) -> Any:
+            return noise(self.random.randrange(10**6))
+
+        def step(self, action: str) -> Any:
+            self.turn += 1
+            return [self._message(["look", self._image(), "and", self._image()])], 1.0, self.turn >= 3, False, {}
+
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            super().reset(seed)
+            return [self._message(["look", self._image(), "and", self._image()])], {}
+
+    model = made("idefics3")[0]
+    (episode,) = play("idefics3", Last, seeds=(1,))
+    assert episode.paths is not None
+    assert len(episode.paths) == len(episode.turns) == 3
+    prompts = [episode.prompt_of(k) for k in range(3)]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert episode.parents == [None, None, None]
+    for k, turn in enumerate(episode.turns):
+        inputs = processed("idefics3", turn.messages or episode.prompt, prompt=True)
+        assert inputs["input_ids"][0].tolist() == prompts[k]
+        ids = torch.tensor([[*prompts[k], *episode.action_of(k)]])
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids, pixel_values=inputs["pixel_values"], pixel_attention_mask=inputs["pixel_attention_mask"]
+            ).logits[0]
+        expected = logits[len(prompts[k]) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompts[k]) :, None])[:, 0]
+        sampled = torch.tensor(episode.sampling_logprobs[turn.start : turn.end])
+        assert torch.allclose(sampled, expected, atol=1e-4)
+
+
+def test_positions_of_several_axes_by_the_models_own_code() -> None:
+    model, _ = made("qwen2_vl")
+    reader, token = prepare_for_images(model), model.config.image_token_id
+    episodes = play("qwen2_vl", seeds=(1, 5))
+    width = max(len(ids) for episode in episodes for ids, _ in episode.shown)
+    ids, mask = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
+    cells, offsets, grids = [], [], []
+    for row, episode in enumerate(episodes):
+        ((own, pictures),) = episode.shown
+        ids[row, width - len(own) :], mask[row, width - len(own) :] = torch.tensor(own), 1
+        cells += [(row, int(column)) for column in (ids[row] == token).nonzero()]
+        offsets += [picture.offsets for picture in pictures]
+        shown = processed("qwen2_vl", [*episode.prompt, *episode.messages[:-1]])
+        grids.append(shown["image_grid_thw"])
+    expected, _ = model.model.get_rope_index(
+        ids, mm_token_type_ids=(ids == token).long(), image_grid_thw=torch.cat(grids), attention_mask=mask
+    )
+    rows, columns = torch.tensor(cells).T
+    found = axis_positions(mask, rows, columns, torch.cat(offsets))
+    assert torch.equal(torch.where(mask.bool(), found, 0), torch.where(mask.bool(), expected, 0))
+    assert reader is prepare_for_images(model)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_model_that_is_not_supported_is_refused_by_name() -> None:
+    pytest.importorskip("torchvision")
+    model, processor = make_image_model("llava_onevision")
+    with pytest.raises(ValueError, match=r"not shown to 'llava_onevision': only to gemma3, .*processor's tokenizer"):
+        build_engine(EpisodeOptions(), EnvironmentPool(Gallery), processor, model_config=model.config)
+
+
+def test_a_processor_that_writes_other_placeholders_beside_another_image_is_refused(monkeypatch: Any) -> None:
+    pytest.importorskip("torchvision")
+    from agile_trainers.rollout.chat.pictures import Pictures
+
+    model, processor = make_image_model("llava_onevision")
+    with pytest.raises(ValueError, match="an earlier turn would change when the next image is shown"):
+        Pictures(processor, model.config.image_token_index)
+
+
+def test_without_a_processor_an_image_costs_its_episode() -> None:
+    model, processor = made("idefics3")
+    playing = build_engine(EpisodeOptions(), EnvironmentPool(Gallery), processor.tokenizer, model_config=model.config)
+    (episode,) = playing.run([EpisodeSpec(1, (1,))], ScriptedGenerator(lambda request: [5]))
+    assert episode.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert "pass its processor" in episode.error
+
+
+def _file(kind: str, **options: Any) -> bytes:
+    file = BytesIO()
+    noise(0).save(file, kind, **options)
+    return file.getvalue()
+
+
+def _bomb() -> bytes:
+    """A PNG of ten gigapixels in its header."""
+    data = bytearray(_file("PNG"))
+    data[16:24] = (100_000).to_bytes(4, "big") * 2
+    return bytes(data)
+
+
+HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
+    "huge": (lambda: noise(0).resize((5000, 5000)), f"5000 x 5000 pixels; expected 1 to {MOST_PIXELS:,}"),
+    "broken": (lambda: _file("PNG")[:60], "cannot be read"),
+    "no image": (lambda: b"hello", "cannot be read"),
+    "zero-sized": (lambda: noise(0).crop((0, 0, 0, 5)), "0 x 5 pixels"),
+    "animated": (lambda: _file("GIF", save_all=True, append_images=[noise(1), noise(2)]), "3 frames"),
+    "bomb": (_bomb, "cannot be read|100000 x 100000 pixels"),
+    "elsewhere": (lambda: "https://example.com/image.png", "addresses are not fetched"),
+    "missing": (lambda: "/no/such/file.png", "is no file"),
+    "a number": (lambda: 7, "not int"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_images_cost_their_episode(case: str) -> None:
+    make, expected = HOSTILE[case]
+
+    class Hostile(Gallery):
+        def step(self, action: str) -> Any:
+            return [{"role": "user", "content": [{"type": "image", "image": make()}]}], 0.0, False, False, {}
+
+    episodes = [scripted("idefics3", "7", Hostile), scripted("idefics3", "7")]
+    assert [episode.stop_reason for episode in episodes] == [StopReason.ENVIRONMENT_ERROR, StopReason.TERMINATED]
+    assert re.search(expected, episodes[0].error), episodes[0].error
+
+
+def test_images_of_an_episode_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in the first observation, and one in the second: a third turn would have a fourth image, or too many pixels."""
+    monkeypatch.setattr(images, "MOST_IMAGES", 2)
+    episode = scripted("idefics3", "7")
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.ENVIRONMENT_ERROR, 1)
+    assert "The conversation has 3 images of" in episode.error
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "MOST_PIXELS", 40 * 56)
+    episode = scripted("idefics3", "7", max_turns=20)
+    assert episode.error is None  # three images of at most 40 x 24 or 24 x 56 pixels are fewer than four of the largest
