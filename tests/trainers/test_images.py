@@ -1,0 +1,177 @@
+"""Training on images: gradients, micro-batches, adapters, processes, resumed runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_runs import SAVING, Killed, KillBefore, assert_same, weights
+from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
+from ppo_games import make_ppo
+from several_processes import launch
+from transformers import AutoProcessor
+
+from agile_trainers.envs.images import opened
+from agile_trainers.trainers.setup import prepare_images
+from agile_trainers.types import Trajectory, images_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from image_models import Gallery, make_image_model
+
+KINDS = ["idefics3", "qwen2_vl", "qwen3_vl"]
+"""One with positions of one axis, one of three, one that adds to later layers too."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model and processor of each kind, as folders."""
+    made = {}
+    for name in KINDS:
+        if name.startswith("qwen"):
+            pytest.importorskip("torchvision")
+        made[name] = tmp_path_factory.mktemp(name)
+        model, processor = make_image_model(name)
+        model.save_pretrained(made[name])
+        processor.save_pretrained(made[name])
+    return made
+
+
+
+
+def native_log_probs(model: Any, processor: Any, episode: Trajectory) -> torch.Tensor:
+    """Log-probs (T,) of a completion by transformers' own forward pass, from pixels, without padding."""
+    shown = [*episode.prompt, *episode.messages[:-1]]
+    text = processor.apply_chat_template(shown, tokenize=False)
+    images = [opened(image) for image in images_of(shown)]
+    inputs = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
+    del inputs["attention_mask"]
+    inputs["input_ids"] = torch.tensor([[*episode.prompt_ids, *episode.completion_ids]])
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).long()
+    logits = model(**inputs).logits[0, len(episode.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(episode.completion_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_of_the_model_itself(folders, tmp_path, name, monkeypatch):
+    """The loss of the first update is linear in the log-probs, whose gradient transformers' own forward pass gives."""
+    trainer = make_trainer(folders[name], tmp_path, environment=Gallery, gradient_checkpointing=name == "qwen3_vl")
+    played, make = [], trainer.batches.make
+    monkeypatch.setattr(trainer.batches, "make", lambda models, of, *a, **k: played.append(of) or make(models, of, *a, **k))
+    batch = draw_batch(trainer)
+    _, ours = loss_and_gradients(trainer, batch)
+    assert trainer.model.training
+    episodes = played[0].trajectories
+    assert len({len(episode.pictures[0]) for episode in episodes}) > 1
+    processor = AutoProcessor.from_pretrained(folders[name])
+    trainer.model.zero_grad()
+    loss = torch.tensor(0.0)
+    for row, episode in enumerate(episodes):
+        length = len(episode.completion_ids)
+        weights = batch["advantages"][row, :length] * batch["tool_mask"][row, :length]
+        loss = loss - (weights * native_log_probs(trainer.model, processor, episode)).sum() / batch["num_items_in_batch"]
+    loss.backward()
+    native = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert relative_error(ours, native) < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{}, {"history": "observations:1"}], ids=["one path", "several paths"])
+@pytest.mark.parametrize("name", KINDS[:2])
+def test_micro_batches_change_no_gradient(folders, tmp_path, name, changes):
+    steps, mismatches = [], []
+    for size in (8, 1):
+        gradients = Gradients()
+        trainer = make_trainer(
+            folders[name], tmp_path / str(size), environment=Gallery, callbacks=[gradients], num_iterations=2, max_steps=2,
+            per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, **changes,
+        )  # fmt: skip
+        trainer.train()
+        steps.append(gradients.steps)
+        mismatches.append(trainer.state.log_history[0]["sampling/sampling_logp_difference/max"])
+    assert max(mismatches) < 1e-4
+    for ours, theirs in zip(*steps, strict=True):
+        assert relative_error(theirs, ours) < 1e-4
+
+
+def test_values_of_a_critic_see_the_images(folders, tmp_path):
+    steps = []
+    for size in (8, 2):
+        gradients = Gradients()
+        trainer = make_ppo(
+            folders["qwen2_vl"], tmp_path / str(size), environment=Gallery, callbacks=[gradients], max_steps=2,
+            per_device_train_batch_size=size, gradient_accumulation_steps=8 // size,
+        )  # fmt: skip
+        trainer.train()
+        steps.append(gradients.steps[-1])
+    assert relative_error(steps[1], steps[0]) < 1e-4
+
+
+def test_a_process_without_images_waits_for_no_encoder(folders, tmp_path):
+    """Two processes, of which one has the episodes with images, make the update of one."""
+    script = Path(__file__).with_name("images_two_processes.py")
+    results = []
+    for processes in (1, 2):
+        output = launch(script, processes, folders["idefics3"], tmp_path / str(processes), {"half": {}})
+        results.append(torch.load(output / "half" / "result.pt"))
+    assert [result["processes"] for result in results] == [1, 2]
+    for one, two in zip(results[0]["gradients"], results[1]["gradients"], strict=True):
+        assert relative_error(two, one) < 1e-4
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path, ahead):
+    """In the middle of a generation batch; with the next one under way, whose images are rendered again."""
+    options: dict[str, Any] = {
+        "environment": Gallery, "max_steps": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": ahead, **SAVING,
+    }  # fmt: skip
+    whole = make_trainer(folders["qwen2_vl"], tmp_path / "whole", **options)
+    whole.train()
+    killed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", callbacks=[KillBefore(1)], **options)
+    with pytest.raises(Killed):
+        killed.train()
+    killed.close()
+    resumed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_environments_in_processes_show_the_same_images(folders, tmp_path):
+    steps = []
+    for processes in (0, 2):
+        gradients = Gradients()
+        trainer = make_trainer(
+            folders["idefics3"], tmp_path / str(processes), environment=Gallery, callbacks=[gradients],
+            environment_processes=processes,
+        )  # fmt: skip
+        trainer.train()
+        trainer.close()
+        steps.append(gradients.steps[0])
+    assert_same(*steps)
+
+
+def test_the_encoder_is_frozen_and_adapters_are_in_the_language_part(folders, tmp_path):
+    trainer = make_trainer(folders["idefics3"], tmp_path / "lora", environment=Gallery)
+    adapted = [name for name, p in trainer.model.named_parameters() if "lora_" in name]
+    assert adapted and all("text_model" in name for name in adapted)
+    trainer.train()
+    whole = make_trainer(folders["idefics3"], tmp_path / "whole", environment=Gallery, lora=False)
+    before = {name: p.clone() for name, p in whole.model.named_parameters()}
+    whole.train()
+    changed = {name for name, p in whole.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all(name.startswith(("model.text_model", "lm_head")) for name in changed)
+    whole.save_model(str(tmp_path / "saved"))
+    again = make_trainer(tmp_path / "saved", tmp_path / "again", environment=Gallery)
+    assert "lm_head.bias" not in dict(again.model.get_base_model().state_dict())
+    with pytest.raises(ValueError, match=r"layers in the image encoder, such as .*lora_target_scope='language_model'"):
+        make_trainer(folders["idefics3"], tmp_path / "all", environment=Gallery, lora={"exclude_modules": ["lm_head"]})
+
+
+def test_what_samples_text_alone_is_refused():
+    """vLLM is not installed where this runs, so that the trainer's constructor would say that first."""
+    with pytest.raises(ValueError, match=r"use_vllm=True samples text, .* pass the processor's tokenizer"):
+        prepare_images(SimpleNamespace(use_vllm=True), None, None, None)
