@@ -191,6 +191,72 @@ def make_embedded_model(
     return path
 
 
+def image_template(mark: str) -> str:
+    """Return the chat template of a model that reads images, in which messages may be lists of parts.
+
+    Args:
+        mark: What is written for an image.
+    """
+    plain = "{{ message['content'] + '<|im_end|>\n' }}"
+    parts = (
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        f"{{% if part['type'] == 'image' %}}{{{{ '{mark}' }}}}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}"
+        "{% endif %}{{ '<|im_end|>\n' }}"
+    )
+    assert plain in CHAT_TEMPLATE
+    return CHAT_TEMPLATE.replace(plain, parts)
+
+
+def make_embedded_image_model(path: str | Path, *, words: Iterable[str], hidden_size: int = 64, seed: int = 0) -> Path:
+    """Make an untrained model that reads images of 16 x 16 pixels, and save it with its processor as a folder.
+
+    It is a LLaVA of about 200 thousand parameters with a random encoder, which stays as it is.
+
+    Args:
+        path: Folder to write; created if missing.
+        words: Words of the tokenizer, see :func:`make_word_tokenizer`.
+        hidden_size: Width of the residual stream.
+        seed: Seed of the weights. The process's random state does not change.
+
+    Returns:
+        ``path``.
+    """
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = make_word_tokenizer(words)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = image_template("<image>")
+    size = {"hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * hidden_size}
+    config = LlavaConfig(
+        text_config={
+            "model_type": "llama", **size, "vocab_size": len(tokenizer), "initializer_range": 0.1, "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
+        },
+        vision_config={"model_type": "clip_vision_model", **size, "image_size": 16, "patch_size": 16, "initializer_factor": 4.0},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlavaForConditionalGeneration(config)
+        projector = model.model.multi_modal_projector
+        for layer, gain in ((projector.linear_1, 1.0), (projector.linear_2, 0.03)):  # features as large as embeddings
+            torch.nn.init.normal_(layer.weight, std=gain * layer.in_features**-0.5)
+            torch.nn.init.zeros_(layer.bias)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = LlavaProcessor(
+        images, tokenizer, patch_size=16, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return Path(path)
+
+
 def words_of(rows: Iterable[dict[str, Any]], *more: str) -> list[str]:
     """Collect the words of conversations, ``more`` words, and ``[UNK]`` for others, for :func:`make_embedded_model`."""
     said = {word for row in rows for message in row["messages"] for word in message["content"].split()}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
 
-from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer
+from agile_trainers.embedded import image_template, make_tokenizer
 
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -29,18 +29,6 @@ _IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<glob
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
 
-def template_with(mark: str) -> str:
-    """Return the embedded model's chat template, whose messages may be lists of parts, with a text for an image."""
-    plain = "{{ message['content'] + '<|im_end|>\n' }}"
-    parts = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-        f"{{% if part['type'] == 'image' %}}{{{{ '{mark}' }}}}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}"
-        "{% endif %}{{ '<|im_end|>\n' }}"
-    )
-    assert plain in CHAT_TEMPLATE
-    return CHAT_TEMPLATE.replace(plain, parts)
-
-
 def _tokenizer(mark: str, *tokens: str, **names: str) -> PreTrainedTokenizerFast:
     """Make the embedded model's tokenizer with further special tokens, and with names for some of them."""
     tokenizer = make_tokenizer()
@@ -49,7 +37,7 @@ def _tokenizer(mark: str, *tokens: str, **names: str) -> PreTrainedTokenizerFast
         tokenizer_object=tokenizer.backend_tokenizer,
         eos_token=tokenizer.eos_token,
         pad_token=tokenizer.pad_token,
-        chat_template=template_with(mark),
+        chat_template=image_template(mark),
         clean_up_tokenization_spaces=False,
         extra_special_tokens=names,
     )

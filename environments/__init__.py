@@ -4,6 +4,7 @@ TASKS = {
     "archive": "agile_environments.archive:agent",
     "calculator": "agile_environments.calculator:Calculator",
     "courier": "agile_environments.courier:Courier",
+    "colours": "agile_environments.colours:Colours",
     "countdown": "agile_environments.countdown:Countdown",
     "grid_navigation": "agile_environments.grid_navigation:GridNavigation",
     "guess_number": "agile_environments.guess_number:GuessNumber",

@@ -56,7 +56,7 @@ def digest(task: str) -> str:
     if hasattr(module, "demonstrations"):
         rows = [*module.demonstrations(4, seed=2), *module.preferences(3, seed=1)]
         played.append([[m for m in messages if m["role"] != "system"] for row in rows for messages in row.values()])
-    return hashlib.sha256(json.dumps(played).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(played, default=str).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -64,7 +64,7 @@ def test_episodes_are_unchanged(task: str) -> None:
     assert digest(task) == EPISODES[task]
 
 
-@pytest.mark.parametrize("task", ["courier", "grid_navigation", "guess_number", "mastermind", "wordle"])
+@pytest.mark.parametrize("task", ["colours", "courier", "grid_navigation", "guess_number", "mastermind", "wordle"])
 def test_games_declare_the_range_of_their_returns(task: str) -> None:
     """Both ends are reached: by nonsense at every turn, and by a win without it."""
     module = importlib.import_module(f"agile_environments.{task}")

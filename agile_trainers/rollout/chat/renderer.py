@@ -645,6 +645,10 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": parts_of(message)}
 
 
+def _are_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+
+
 def _kinds(messages: list[Message]) -> tuple[str, ...]:
     """Return the role of each message, and the kinds of its parts if it has any."""
     return tuple(
@@ -671,7 +675,7 @@ def _as_messages(observation: str | list[Message]) -> list[Message]:
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), (str, list))
+            or not (isinstance(message.get("content"), str) or _are_parts(message.get("content")))
         ):
             raise ValueError(f'A chat message is {{"role": text, "content": text}}, not {message!r}.')
     return observation
