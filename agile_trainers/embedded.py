@@ -207,10 +207,10 @@ def image_template(mark: str) -> str:
     return CHAT_TEMPLATE.replace(plain, parts)
 
 
-def make_embedded_image_model(path: str | Path, *, words: Iterable[str], hidden_size: int = 64, seed: int = 0) -> Path:
+def make_embedded_image_model(path: str | Path, *, words: Iterable[str], hidden_size: int = 32, seed: int = 0) -> Path:
     """Make an untrained model that reads images of 16 x 16 pixels, and save it with its processor as a folder.
 
-    It is a LLaVA of about 200 thousand parameters with a random encoder, which stays as it is.
+    It is a LLaVA of about 50 thousand parameters with a random encoder, which stays as it is.
 
     Args:
         path: Folder to write; created if missing.
@@ -227,13 +227,20 @@ def make_embedded_image_model(path: str | Path, *, words: Iterable[str], hidden_
     tokenizer = make_word_tokenizer(words)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = image_template("<image>")
-    size = {"hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * hidden_size}
+    size = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * hidden_size,
+    }
     config = LlavaConfig(
         text_config={
             "model_type": "llama", **size, "vocab_size": len(tokenizer), "initializer_range": 0.1, "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
         },
-        vision_config={"model_type": "clip_vision_model", **size, "image_size": 16, "patch_size": 16, "initializer_factor": 4.0},
+        vision_config={
+            "model_type": "clip_vision_model", **size, "image_size": 16, "patch_size": 16, "initializer_factor": 4.0,
+        },
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )  # fmt: skip

@@ -251,6 +251,12 @@ class Trajectory:
         return self.paths[turn.path][: turn.place]
 
     @property
+    def images(self) -> dict[str, Image]:
+        """The images of the prompt, the observations and rewritten contexts, by their text."""
+        turns = [m for turn in self.turns for m in (turn.messages, turn.observation) if isinstance(m, list)]
+        return {str(image): image for messages in (self.prompt, *turns) for image in images_of(messages)}
+
+    @property
     def shown(self) -> list[tuple[list[int], list[Picture]]]:
         """The tokens and the images of each path."""
         paths = [[*self.prompt_ids, *self.completion_ids]] if self.paths is None else self.paths

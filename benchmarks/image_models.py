@@ -18,7 +18,13 @@ _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 1024, "head_dim": 8,
 }  # fmt: skip
-_SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+_SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
 _QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
@@ -110,7 +116,9 @@ def _idefics(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
         images = SmolVLMImageProcessorPil(**size)
         processor = SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=template)
     else:
-        processor = Idefics3Processor(Idefics3ImageProcessorPil(**size), tokenizer, image_seq_len=4, chat_template=template)
+        processor = Idefics3Processor(
+            Idefics3ImageProcessorPil(**size), tokenizer, image_seq_len=4, chat_template=template
+        )
     return {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_SIGLIP, "image_size": 16},
@@ -125,7 +133,10 @@ def _llava(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
         "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
         "video_token_index": tokenizer.convert_tokens_to_ids("<video>"),
     }
-    config = {"text_config": {**_TEXT, "model_type": "qwen2"}, "vision_config": {**_SIGLIP, "image_size": 16}}
+    config: dict[str, Any] = {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "image_size": 16},
+    }
     if name == "llava":
         from transformers import LlavaProcessor
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -174,8 +185,12 @@ def make_image_model(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, Proc
         seed: Seed of the weights.
     """
     options, processor = IMAGE_ARCHITECTURES[name](name)
-    tokenizer: Any = processor.tokenizer  # type: ignore[attr-defined]
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.pad_token_id}
+    tokenizer: Any = processor.tokenizer
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.pad_token_id,
+    }
     options["text_config"] |= {"vocab_size": len(tokenizer), **ends}
     config = AutoConfig.for_model(name, **options)
     config.dtype = torch.float32
@@ -222,6 +237,7 @@ class Gallery:
     @staticmethod
     def _message(parts: list[Any]) -> dict[str, Any]:
         written = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            for part in parts
         ]
         return {"role": "user", "content": written}

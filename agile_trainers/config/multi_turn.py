@@ -118,8 +118,8 @@ class MultiTurnConfig(GRPOConfig):
     history: dict[str, str] | str | None = option(
         None,
         "Function that rewrites what the model sees before each answer ([rewritten contexts](history.md)), or the name of "
-        "one: `full`, `last:N` (exchanges), `observations:N`, `summary:N` (tokens), `module.path:function`. A dictionary "
-        "has one for each of several environments. Default: the environment's own `context`, if it defines that.",
+        "one: `full`, `last:N` (exchanges), `observations:N`, `images:N`, `summary:N` (tokens), `module.path:function`. A "
+        "dictionary has one for each of several environments. Default: the environment's own `context`, if it defines that.",
     )
     turn_ratio_pooling: str = option(
         "mean",

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from agile_trainers.types import Message
+from agile_trainers.types import Message, images_of, parts_of, text_of
 
 _INSTRUCTION = (
     "Your context is nearly full. Sum up, for yourself, everything that you need in order to go on: it replaces all that is "
@@ -130,10 +130,11 @@ class Summary:
         if messages[-1]["role"] == "assistant":
             *before, summary = messages
             observed = before[_answers(before)[-1] + 1 :]
-            text = "\n\n".join(message["content"] for message in observed).removesuffix(self.instruction).strip()
+            text = "\n\n".join(map(text_of, observed)).removesuffix(self.instruction).strip()
             *first, last = messages.prompt
-            whole = [last["content"], f"{self.heading}\n{summary['content']}", text]
-            return [*first, {**last, "content": "\n\n".join(whole)}]
+            whole = _with_text(last, f"{self.heading}\n{text_of(summary)}\n\n{text}")
+            shown = [{"type": "image", "image": image} for image in images_of(observed)]
+            return [*first, {**whole, "content": [*parts_of(whole), *shown]} if shown else whole]
         # Without an answer there is nothing to sum up.
         if messages.tokens <= self.tokens or not _answers(messages):
             return messages
@@ -141,12 +142,44 @@ class Summary:
         if last["role"] != "user":
             return Question([*messages, {"role": "user", "content": self.instruction}])
         # Many templates reject two user messages in a row.
-        return Question([*messages[:-1], {**last, "content": f"{last['content']}\n\n{self.instruction}"}])
+        return Question([*messages[:-1], _with_text(last, self.instruction)])
+
+
+@dataclass(frozen=True)
+class LastImages:
+    """Keeps the last images, and all texts; older images are replaced by a note.
+
+    Args:
+        number: Images that are kept, at least 1.
+        note: What older ones are replaced by.
+
+    Raises:
+        ValueError: If the number is less than 1.
+    """
+
+    number: int
+    note: str = "(an image that is no longer shown)"
+
+    def __post_init__(self) -> None:
+        _check_count(self.number, "number of images")
+
+    def __call__(self, messages: Context) -> list[Message]:
+        old = len(images_of(messages)) - self.number
+        kept = list[Message]()
+        for message in messages:
+            parts = []
+            for part in parts_of(message) if old > 0 and images_of([message]) else ():
+                dropped = part["type"] == "image" and old > 0
+                parts.append({"type": "text", "text": self.note} if dropped else part)
+                old -= dropped
+            kept.append({**message, "content": parts} if parts else message)
+        return kept
 
 
 _READY: dict[str, Callable[[int], History]] = {
     "last": LastExchanges,
     "observations": LastObservations,
+    "images": LastImages,
     "summary": Summary,
 }
 
@@ -155,8 +188,8 @@ def as_history(value: Any, name: str = "history") -> History | None:
     """Return the function that an option names.
 
     Args:
-        value: None, a function, ``"full"``, ``"last:N"`` (exchanges), ``"observations:N"``, ``"summary:N"`` (tokens), or the
-            place of a function as ``"module.path:name"``.
+        value: None, a function, ``"full"``, ``"last:N"`` (exchanges), ``"observations:N"``, ``"images:N"``, ``"summary:N"``
+            (tokens), or the place of a function as ``"module.path:name"``.
         name: Of the option, for the errors.
 
     Returns:
@@ -244,6 +277,14 @@ def is_ready_history(value: Any) -> bool:
 def _check_count(value: int, name: str) -> None:
     if value < 1:
         raise ValueError(f"The {name} is {value}, expected at least 1. For the whole conversation pass history='full'.")
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """Append a text to a message, after an empty line."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n\n{text}"}
+    return {**message, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}
 
 
 def _answers(messages: list[Message]) -> list[int]:

@@ -30,8 +30,8 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         part: As transformers and TRL write it: ``{"type": "text", "text": ...}``; or ``{"type": "image", ...}`` with an
-            ``image`` (a PIL image, bytes, a path, or :class:`~agile_trainers.types.Image`), a ``path``, a ``url`` (of a file,
-            or with the data in it) or ``base64``.
+            ``image`` (a PIL image, bytes, a path, or :class:`~agile_trainers.types.Image`), a ``path``, a ``url`` (of a
+            file, or with the data in it) or ``base64``.
 
     Raises:
         ImageError: If it is another part, or its image cannot be read or is too large.
@@ -133,7 +133,9 @@ def _bytes_of(value: Any, source: str) -> bytes:
         path = Path(text.removeprefix("file://"))
         if "://" not in str(text).removeprefix("file://") and path.is_file() and path.stat().st_size <= _MOST_BYTES:
             return path.read_bytes()
-        raise ImageError(f"The image {text[:80]!r} is no file of at most {_MOST_BYTES:,} bytes; addresses are not fetched.")
+        raise ImageError(
+            f"The image {text[:80]!r} is no file of at most {_MOST_BYTES:,} bytes; addresses are not fetched."
+        )
     raise ImageError(f"An image is a PIL image, bytes or a path, not {type(value).__name__}.")
 
 

@@ -124,6 +124,9 @@ class RolloutLog(TrainerCallback):
             played.indices, played.trajectories, *by_turn, strict=True
         ):
             self._add(generation, step, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
+        shown = {text: image for one in played.trajectories for text, image in one.images.items()}
+        if shown:
+            self._write("images", lambda writer: writer.write_images(shown))
         # After the others, whose places `observe` knows.
         for index, trajectory in played.discarded:
             self._add(generation, step, index, trajectory)
@@ -188,6 +191,9 @@ class RolloutLog(TrainerCallback):
             prefix: Prefix of its metrics.
             played: The episodes of this process.
         """
+        shown = {text: image for one in played.trajectories for text, image in one.images.items()}
+        if shown:
+            self._write("images", lambda writer: writer.write_images(shown))
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
         self._write("eval", lambda writer: writer.write_eval(step, prefix, rows))
 

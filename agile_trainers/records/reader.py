@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +14,20 @@ import pyarrow.parquet as pq
 
 from agile_trainers.records.plain import LARGEST_JSON, from_json
 from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY, path_lengths
-from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, digest_problem, has_digest
-from agile_trainers.types import StopReason
+from agile_trainers.records.writer import (
+    FINDINGS,
+    IMAGES,
+    METRICS,
+    ROLLOUTS,
+    RUN,
+    VOCABULARY_FILE,
+    digest_problem,
+    has_digest,
+)
+from agile_trainers.types import Image, StopReason
 
+LARGEST_IMAGE = 2**26
+"""Bytes of the file of an image that is read."""
 _MOST_ROWS = 1_000_000
 """Episodes of a file; a few bytes of Parquet can stand for billions of equal rows."""
 _MOST_COLUMNS = 1000
@@ -69,6 +81,18 @@ class RunRecords:
         columns = _read(path, None, VOCABULARY).to_pydict()
         rows = zip(columns["id"], columns["piece"], columns["special"])
         return {token: (piece, bool(special)) for token, piece, special in rows if None not in (token, piece)}
+
+    def image(self, digest: str) -> bytes | None:
+        """Read an image of the records; None if it is not there, or is another file.
+
+        Args:
+            digest: 32 hexadecimal digits.
+        """
+        path = self.folder / IMAGES / digest
+        if not re.fullmatch("[0-9a-f]{32}", digest) or not path.is_file() or path.stat().st_size > LARGEST_IMAGE:
+            return None
+        data = path.read_bytes()
+        return data if Image(data).digest == digest else None
 
     def index(self) -> list[dict[str, Any]]:
         """List every episode without its texts and tokens: ``key`` and the columns of ``records.schema.LIGHT``.

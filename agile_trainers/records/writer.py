@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from agile_trainers.records.plain import PARTIAL, Plain, replacing, to_json
 from agile_trainers.records.schema import ADDED, EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, packed_paths, to_table
-from agile_trainers.types import NO_TURN, Trajectory
+from agile_trainers.types import NO_TURN, Image, Trajectory
 
 DIGESTS = "digests-*.jsonl"
 
@@ -88,6 +88,7 @@ def _digest(path: Path, _: tuple[int, int, int]) -> str:
 
 ROLLOUTS, RUN, METRICS, VOCABULARY_FILE = "rollouts", "run.json", "metrics.jsonl", "vocabulary.parquet"
 FINDINGS = "findings.jsonl"
+IMAGES = "images"
 _ROW_GROUP_BYTES = 2**25
 """Estimated bytes of the episodes that a reader loads to show one of them."""
 _TRAIN_FILE = re.compile(r"train-(\d+)-rank(\d+)\.parquet")
@@ -295,6 +296,27 @@ class RecordWriter:
         name = f"eval-{step:06d}-{re.sub(r'[^A-Za-z0-9_.]', '_', prefix)}"
         names = (name if number == 1 else f"{name}.{number}" for number in count(1))
         return self._write(next(free for free in names if not self._path(free).exists()), rows)
+
+    def write_images(self, images: Mapping[str, Image]) -> None:
+        """Write images that are not there yet, each into a file of its own. They may take as many bytes as episodes.
+
+        Args:
+            images: By the text that stands for each in the records.
+
+        Raises:
+            OSError: If a file cannot be written.
+        """
+        folder = self.folder / IMAGES
+        new = {folder / image.digest: image for image in images.values() if not (folder / image.digest).exists()}
+        if not new:
+            return
+        folder.mkdir(exist_ok=True)
+        for path, image in new.items():
+            with replacing(path) as partial:
+                partial.write_bytes(image.data)
+        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        while self._max_bytes is not None and sum(path.stat().st_size for path in kept) > self._max_bytes:
+            kept.pop(0).unlink()
 
     def write_metrics(self, step: int, logs: dict[str, Any]) -> None:
         """Append the numbers of a log to ``metrics.jsonl``. Call it on one process.

@@ -113,18 +113,20 @@ def _images(
                 encode(picture)
                 assert picture.features is not None and picture.offsets is not None
                 column = torch.tensor(where) + start
-                own.append((picture.features[: len(where)], torch.cat([column[:, None], picture.offsets[: len(where)]], 1)))
+                own.append(
+                    (picture.features[: len(where)], torch.cat([column[:, None], picture.offsets[: len(where)]], 1))
+                )
             start += len(ids)
         features.append(torch.cat([one for one, _ in own]) if own else torch.zeros(0, 0))
         places.append(torch.cat([one for _, one in own]) if own else torch.zeros(0, 5, dtype=torch.long))
     known = next(one for one in features if one.numel())
     shape = (len(features), max(map(len, features)))
     whole = torch.zeros(*shape, known.size(1), dtype=known.dtype, device=device)
-    where = torch.full((*shape, 5), -1, device=device)
+    placed_at = torch.full((*shape, 5), -1, device=device)
     for row, (one, there) in enumerate(zip(features, places, strict=True)):
         if len(one):
-            whole[row, : len(one)], where[row, : len(one)] = one.to(device), there.to(device)
-    return whole, where
+            whole[row, : len(one)], placed_at[row, : len(one)] = one.to(device), there.to(device)
+    return whole, placed_at
 
 
 def _add_paths(batch: TurnBatch, trajectories: Sequence[Trajectory], whole: Sequence[list[int]]) -> None:

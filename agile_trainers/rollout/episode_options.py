@@ -192,13 +192,16 @@ def build_engine(
         append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
 
     Raises:
-        ValueError: If the processor is of a model whose images are not supported, the template rewrites earlier turns and that is refused,
-            ``max_model_length`` exceeds what it can read, or limits are for an environment that is not there.
+        ValueError: If the processor is of a model whose images are not supported, the template rewrites earlier turns and
+            that is refused, ``max_model_length`` exceeds what the model can read, or limits are for an environment that is
+            not there.
     """
     pictures, template = None, None
     if isinstance(tokenizer, ProcessorMixin):
         if model_config is None:
-            raise ValueError(f"A {type(tokenizer).__name__} needs the model's configuration; pass its tokenizer for text.")
+            raise ValueError(
+                f"A {type(tokenizer).__name__} needs the model's configuration; pass its tokenizer for text."
+            )
         pictures, template = Pictures(tokenizer, image_token_id(model_config)), tokenizer.chat_template
         tokenizer = tokenizer.tokenizer
     check_names("environment_limits", options.environment_limits, pool.factories)

@@ -233,7 +233,9 @@ class SteppedRollout:
         episode = self._episodes[key]
         calls = [episode.call(k) for k in range(len(episode.turns))]
         answers = [
-            RecordedAnswer(digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept)
+            RecordedAnswer(
+                digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept
+            )
             for it in calls
         ]
         return RecordedEpisode(answers, noise_state(episode.noise, episode.before))

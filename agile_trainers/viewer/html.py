@@ -101,6 +101,7 @@ def page_around(*, live: bool) -> tuple[bytes, bytes]:
             f"style-src {_digest(style)}",
             f"script-src {_digest(script)}",
             f"connect-src {'self'!r}" if live else "connect-src 'none'",
+            "img-src data:",  # of episodes that have images
             "base-uri 'none'",
             "form-action 'none'",
             "require-trusted-types-for 'script'",  # the browser refuses to read any text as HTML
@@ -153,13 +154,14 @@ def _batches(run: RunRecords, section: Section) -> Iterator[list[tuple[str, dict
     batch: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     size = 0
     for row, record in zip(section.rows, read_section(run, section), strict=True):
-        shown = detail(record)
+        shown = detail(record, run.image)
         # Tokens dominate, at about 30 characters of JSON; an exact count would encode everything twice.
         grown = (
             30 * len(shown["ids"])
             + 8 * sum(len(path["ids"]) for path in shown.get("paths") or ())
             + sum(len(str(turn["observation"])) for turn in shown["turns"])
             + len(str(shown["prompt"]))
+            + sum(map(len, shown.get("images", {}).values()))
         )
         if batch and size + grown > PART_BYTES:
             yield batch

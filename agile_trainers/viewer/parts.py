@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections import Counter
@@ -229,8 +230,38 @@ SECTION_PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """The parts of a section, by the beginning of their names, and what each says of an episode."""
 
 
-def detail(record: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the page shows of an episode."""
+_IMAGE = re.compile(r"image:([0-9a-f]{32})")
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}
+"""Beginnings of the files of images that a page shows, none of which holds scripts."""
+
+
+def images_in(record: dict[str, Any], read: Callable[[str], bytes | None]) -> dict[str, str]:
+    """Return the images of an episode by the text that stands for each, as addresses that hold the data.
+
+    Args:
+        record: The episode.
+        read: Reads an image by its digest; None for one that is not there.
+    """
+    messages = [
+        record.get("prompt"),
+        *(turn.get(name) for turn in record["turns"] for name in ("observation", "messages")),
+    ]
+    found = {}
+    for digest in dict.fromkeys(_IMAGE.findall(json.dumps([m for m in messages if isinstance(m, list)], default=str))):
+        data = read(digest) or b""
+        kind = next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), None)
+        if kind is not None:
+            found[f"image:{digest}"] = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return found
+
+
+def detail(record: dict[str, Any], read_image: Callable[[str], bytes | None]) -> dict[str, Any]:
+    """Return everything that the page shows of an episode.
+
+    Args:
+        record: The episode.
+        read_image: See :func:`images_in`.
+    """
     turns = [
         {
             **{name: turn.get(name) for name in _TURN},
@@ -244,7 +275,13 @@ def detail(record: dict[str, Any]) -> dict[str, Any]:
         shown |= {"paths": record["paths"]}
         for turn, found, extra in zip(turns, record["turns"], _prompts(record), strict=True):
             turn |= {name: found[name] for name in ADDED} | extra
-    return {**shown, "ids": record.get("completion_ids") or [], "turns": turns}
+    images = images_in(record, read_image)
+    return {
+        **shown,
+        "ids": record.get("completion_ids") or [],
+        "turns": turns,
+        **({"images": images} if images else {}),
+    }
 
 
 def _prompts(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class LiveRuns:
             record = run.episode(key)
         except (RecordsError, KeyError) as error:
             record = unreadable(str(error))
-        return detail_part(self.vocabulary(run.folder), [detail(record)])
+        return detail_part(self.vocabulary(run.folder), [detail(record, run.image)])
 
     def _read_section_parts(self, name: str, version: str) -> dict[str, bytes]:
         """Return the parts of a section, which are read together. Another version may have another run by this name."""

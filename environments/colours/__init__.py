@@ -1,4 +1,4 @@
-"""Spell a code word of colours that images show, with a digit between two of them. See README.md for results of good play."""
+"""Spell a code word of colours that images show, with a digit between two of them. See README.md for results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SIDE = 16
 class Colours(GameTask):
     """A code word of colours, each of which an image shows, and of digits between them, which the text says.
 
-    An answer is the colour's name or the digit, such as ``red``. Each right answer is rewarded with ``1 / turns``, one that is
-    neither with -0.2, any other with 0. The game is won if all answers are right.
+    An answer is the colour's name or the digit, such as ``red``. Each right answer is rewarded with ``1 / turns``, one that
+    is neither a colour nor a digit with -0.2, any other with 0. The game is won if all answers are right.
 
     Args:
         level: ``easy`` (2 colours, 3 turns), ``normal`` (4, 3) or ``hard`` (8, 5).
@@ -40,7 +40,9 @@ class Colours(GameTask):
     def __init__(self, level: str = "normal", max_turns: int | None = None):
         super().__init__(level, max_turns)
         if self.max_turns % 2 == 0:
-            raise ValueError(f"max_turns must be odd, since the code word begins and ends with a colour; got {max_turns}.")
+            raise ValueError(
+                f"max_turns must be odd, since the code word begins and ends with a colour; got {max_turns}."
+            )
         self.colours = list(COLOURS)[: LEVELS[level][0]]
 
     def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
@@ -58,7 +60,9 @@ class Colours(GameTask):
         self.code = options.get("code", drawn)
         legal = [self.colours if turn % 2 == 0 else DIGITS for turn in range(self.max_turns)]
         if len(self.code) != len(legal) or not all(one in known for one, known in zip(self.code, legal, strict=True)):
-            raise ValueError(f"code must be {self.max_turns} colours of {self.colours} and digits in turn, got {self.code!r}.")
+            raise ValueError(
+                f"code must be {self.max_turns} colours of {self.colours} and digits in turn, got {self.code!r}."
+            )
         self.right = 0
         return self._question(), {"code": " ".join(self.code)}
 

@@ -18,7 +18,7 @@ from agile_trainers.envs.images import MOST_PIXELS, opened
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.images import axis_positions, prepare_for_images
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
@@ -151,7 +151,7 @@ def test_an_image_is_encoded_once_for_a_group_that_shares_it() -> None:
 
 
 def test_an_image_token_is_never_sampled() -> None:
-    model, processor = make_image_model("idefics3")
+    model, _ = make_image_model("idefics3")
     token = model.config.image_token_id
     with torch.no_grad():
         model.lm_head.weight[token] = 0

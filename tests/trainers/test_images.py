@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, Killed, KillBefore, assert_same, weights
+from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo
 from several_processes import launch
@@ -40,8 +40,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-
-
 def native_log_probs(model: Any, processor: Any, episode: Trajectory) -> torch.Tensor:
     """Log-probs (T,) of a completion by transformers' own forward pass, from pixels, without padding."""
     shown = [*episode.prompt, *episode.messages[:-1]]
@@ -61,7 +59,9 @@ def test_gradients_are_those_of_the_model_itself(folders, tmp_path, name, monkey
     """The loss of the first update is linear in the log-probs, whose gradient transformers' own forward pass gives."""
     trainer = make_trainer(folders[name], tmp_path, environment=Gallery, gradient_checkpointing=name == "qwen3_vl")
     played, make = [], trainer.batches.make
-    monkeypatch.setattr(trainer.batches, "make", lambda models, of, *a, **k: played.append(of) or make(models, of, *a, **k))
+    monkeypatch.setattr(
+        trainer.batches, "make", lambda models, of, *a, **k: played.append(of) or make(models, of, *a, **k)
+    )
     batch = draw_batch(trainer)
     _, ours = loss_and_gradients(trainer, batch)
     assert trainer.model.training
@@ -73,7 +73,9 @@ def test_gradients_are_those_of_the_model_itself(folders, tmp_path, name, monkey
     for row, episode in enumerate(episodes):
         length = len(episode.completion_ids)
         weights = batch["advantages"][row, :length] * batch["tool_mask"][row, :length]
-        loss = loss - (weights * native_log_probs(trainer.model, processor, episode)).sum() / batch["num_items_in_batch"]
+        loss = (
+            loss - (weights * native_log_probs(trainer.model, processor, episode)).sum() / batch["num_items_in_batch"]
+        )
     loss.backward()
     native = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
     assert relative_error(ours, native) < 1e-4

@@ -652,7 +652,9 @@ def _are_parts(content: Any) -> bool:
 def _kinds(messages: list[Message]) -> tuple[str, ...]:
     """Return the role of each message, and the kinds of its parts if it has any."""
     return tuple(
-        one["role"] if isinstance(one["content"], str) else " ".join([one["role"], *(p["type"] for p in one["content"])])
+        one["role"]
+        if isinstance(one["content"], str)
+        else " ".join([one["role"], *(p["type"] for p in one["content"])])
         for one in messages
     )
 

@@ -195,9 +195,8 @@ class ImageReader:
         head = self._base.get_output_embeddings()
         head = getattr(head, "base_layer", head)
         bias = head.weight.new_zeros(head.weight.shape[0]) if head.bias is None else head.bias.detach().clone()
-        for token in {getattr(config, name, None) for name in names} - {None}:
-            if token < len(bias):
-                bias[token] = _UNLIKELY
+        tokens = [token for name in names if (token := getattr(config, name, None)) is not None]
+        bias[[token for token in tokens if token < len(bias)]] = _UNLIKELY
         head._parameters.pop("bias", None)
         head.register_buffer("bias", bias, persistent=False)
 

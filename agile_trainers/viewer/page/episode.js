@@ -152,8 +152,20 @@ function clippedShare({ clipped }) {
   return known.filter(Boolean).length / known.length;
 }
 
-function messageBlock(role, content) {
-  return h("div.message", {}, h("p.role", {}, role), longText(asText(content), `the message of ${role}`));
+function messageBlock(role, content, images) {
+  const parts = Array.isArray(content) && content.every((part) => part?.type) ? content : [{ type: "text", text: asText(content) }];
+  return h("div.message", {}, h("p.role", {}, role), parts.map((part) => {
+    const source = part.type === "image" ? images?.[part.image] : null;
+    if (source) return imageBlock(source);
+    return longText(asText(part.type === "text" ? part.text : part), `the message of ${role}`);
+  }));
+}
+
+/** A small image, which a click shows as it is. */
+function imageBlock(source) {
+  const image = h("img.shown", { src: source, alt: "An image that the model saw" });
+  const button = h("button.image", { title: "Show the whole image", onclick: () => image.classList.toggle("whole") }, image);
+  return button;
 }
 
 function promptBlock(episode) {
@@ -161,7 +173,7 @@ function promptBlock(episode) {
   const messages = Array.isArray(prompt) ? prompt : [{ role: "prompt", content: prompt }];
   const info = asText(episode.reset_info);
   return h("div.prompt", { role: "group", "aria-label": "Prompt" },
-    messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message)),
+    messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message, episode.images)),
     hasContent(episode.reset_info) ? h("details", {}, h("summary", {}, "info of reset"), longText(info, "the info of reset")) : null,
     episode.prompt_ids?.length && startsWithFirst(episode) ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) => {
       box.ids = episode.prompt_ids;
@@ -205,7 +217,7 @@ function turnBlock(episode, turn, k, draw) {
     unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null
-      : Array.isArray(answered) ? answered.map((message) => messageBlock(`${callOf(turn) ? "agent" : "environment"} (${asText(message?.role ?? "message")})`, message?.content ?? message))
+      : Array.isArray(answered) ? answered.map((message) => messageBlock(`${callOf(turn) ? "agent" : "environment"} (${asText(message?.role ?? "message")})`, message?.content ?? message, episode.images))
       : messageBlock("environment", answered),
     hasContent(turn.info) ? h("details.info", {}, h("summary", {}, "info"), longText(asText(turn.info), `the info of turn ${k + 1}`)) : null,
     turn.end < next ? tokensOnDemand(`${count(next - turn.end)} tokens between the actions`, (box) => showTokens(box, episode, turn.end, next)) : null);

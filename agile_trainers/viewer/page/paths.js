@@ -178,7 +178,7 @@ const SHORT = 1000;
 /** Folds with what a turn was sampled after: messages, and the tokens with those apart that earlier turns read or wrote. */
 function wholePrompt(episode, turn, k) {
   const messages = Array.isArray(turn.messages) ? turn.messages : null;
-  const blocks = () => messages.map((message) => messageBlock(asText(message?.role ?? "message"), message?.content ?? message));
+  const blocks = () => messages.map((message) => messageBlock(asText(message?.role ?? "message"), message?.content ?? message, episode.images));
   const said = messages && h("details", {
     open: Boolean(callOf(turn)) && JSON.stringify(messages).length <= SHORT, // such as the note that an agent goes on from
     ontoggle: (event) => {

@@ -183,7 +183,8 @@ class TransformersGenerator:
         own = keyed(ids, pictures)
         # The last id is always read, for its logits.
         shared = {
-            kept: min(common_prefix(keyed(kept.ids, kept.pictures), own), kept.cached, len(ids) - 1) for kept in lineages
+            kept: min(common_prefix(keyed(kept.ids, kept.pictures), own), kept.cached, len(ids) - 1)
+            for kept in lineages
         }
         # Of those that share the same, one that can be taken, and the last used one.
         source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
