@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import create_model_from_path
@@ -32,6 +32,7 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import UNLIMITED, EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.images import SUPPORTED, prepare_for_images
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, Mixture, preserved_random_state
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -281,7 +282,7 @@ def recorded_settings(model: str) -> dict[str, Any]:
 
 
 def tokenizer_of(model: Any, **init: Any) -> Any:
-    """The tokenizer in the folder or Hub repository that a model was loaded from.
+    """The tokenizer in the folder or Hub repository that a model was loaded from; the processor of one that reads images.
 
     Raises:
         ValueError: If the model does not say where that is, or it cannot be loaded.
@@ -290,7 +291,8 @@ def tokenizer_of(model: Any, **init: Any) -> Any:
     if not name:
         raise ValueError("tokenizer=None: the model was made in memory and names no folder to load one from. Pass it.")
     with naming_folder(name):
-        return AutoTokenizer.from_pretrained(name, **init)
+        kind = AutoProcessor if model.config.model_type in SUPPORTED else AutoTokenizer
+        return kind.from_pretrained(name, **init)
 
 
 def evaluate_policy(
@@ -322,7 +324,8 @@ def evaluate_policy(
         model: A model, which keeps its device and mode; or the folder or Hub id of a model or of a LoRA adapter, which is
             loaded as a trainer loads it; or a saved policy in a vLLM engine, see
             :class:`~agile_trainers.evaluation.policy.VllmSampler`.
-        tokenizer: The model's. None: the one that is saved with the model, adapter or base.
+        tokenizer: The model's, or its processor for episodes with images. None: the one that is saved with the model,
+            adapter or base.
         environment: An id, a zero-argument factory, or several of these by name.
         episodes: Their number, over all processes.
         rows: Handed to ``reset`` as options, in order, again and again; of several environments with the column
@@ -363,10 +366,18 @@ def evaluate_policy(
     )
     policy, tokenizer = _loaded(model, tokenizer, device, model_init_kwargs)
     of_model = policy.model if isinstance(policy, ServedModel) else policy
+    processor = tokenizer
+    if isinstance(processor, ProcessorMixin):
+        tokenizer = processor.tokenizer
+        if isinstance(policy, ServedModel):
+            raise ValueError(
+                "vLLM samples text, and `tokenizer` is a processor of images. Pass its tokenizer for text."
+            )
+        prepare_for_images(base_model(policy))
     engine = build_engine(
         options,
         options.make_pool(factories),
-        tokenizer,
+        processor,
         eos_token_ids=end_token_ids(of_model.generation_config.eos_token_id, tokenizer),
         model_config=of_model.config,
         append_final_observation=append_final_observation,

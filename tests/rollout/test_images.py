@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -13,8 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from agile_environments.colours import Colours, bitmap, expert_policy
 from agile_trainers.envs import images
+from agile_trainers.envs.context import Context, as_history, name_of_history
 from agile_trainers.envs.images import MOST_PIXELS, opened
+from agile_trainers.envs.scripted_policies import play as play_scripted
+from agile_trainers.records.reader import open_records
+from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
@@ -23,7 +29,8 @@ from agile_trainers.rollout.generators.images import axis_positions, prepare_for
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
-from agile_trainers.types import StopReason, Trajectory, images_of
+from agile_trainers.types import Image, StopReason, Trajectory, images_of
+from agile_trainers.viewer.parts import detail
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from image_models import IMAGE_ARCHITECTURES, Gallery, make_image_model, noise
@@ -301,3 +308,78 @@ def test_images_of_an_episode_are_limited(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(images, "MOST_PIXELS", 40 * 56)
     episode = scripted("idefics3", "7", max_turns=20)
     assert episode.error is None  # three images of at most 40 x 24 or 24 x 56 pixels are fewer than four of the largest
+
+
+# ------------------------------------------------------------------------------------------- histories, tasks, records
+
+
+def test_a_history_keeps_the_last_images() -> None:
+    shown = [{"type": "image", "image": images.read_image(noise(k))} for k in range(4)]
+    first = {"role": "user", "content": [shown[0], {"type": "text", "text": "look"}, shown[1]]}
+    context = Context([first, {"role": "assistant", "content": "a"}, {"role": "user", "content": shown[2:]}])
+    note = {"type": "text", "text": "(an image that is no longer shown)"}
+    assert as_history("images:4")(context) == context
+    kept = as_history("images:3")(context)
+    assert kept[0]["content"] == [note, *first["content"][1:]]
+    assert kept[1:] == context[1:]
+    assert images_of(as_history("images:1")(context)) == [shown[3]["image"]]
+    assert name_of_history(as_history("images:3")) == "images:3"
+    last = as_history("summary:1")(Context([*context[:2], {"role": "assistant", "content": "note"}], [first]))
+    assert images_of(last) == images_of([first])
+
+
+def test_an_episode_with_the_last_images_alone_has_paths_of_its_own() -> None:
+    whole, last = (scripted("idefics3", "7<|im_end|>", history=history) for history in ("images:9", "images:2"))
+    assert whole.paths is None
+    assert last.paths is not None
+    for path, pictures in last.shown:
+        assert len(pictures) == 2
+        assert path.count(pictures[0].token_id) == sum(picture.count for picture in pictures)
+    for k, turn in enumerate(last.turns):
+        expected = processed("idefics3", turn.messages or last.prompt, prompt=True)["input_ids"][0].tolist()
+        assert last.prompt_of(k) == expected
+
+
+def test_the_expert_of_the_ready_task_sees_and_chance_does_not() -> None:
+    """With images of other code words, what the expert sees is chance: 1 in 16."""
+    assert all(play_scripted(Colours(), expert_policy, seed).success for seed in range(50))
+
+    class Shuffled(Colours):
+        def _question(self) -> Any:
+            code, self.code = self.code, [*self.code]
+            other = random.Random(f"{self.turns} {code}")
+            self.code = [other.choice(self.colours) if item in self.colours else item for item in code]
+            question = super()._question()
+            self.code = code
+            return question
+
+    won = sum(play_scripted(Shuffled(), expert_policy, seed).success for seed in range(500))
+    assert 12 < won < 52  # 31 of 500 on average; four standard deviations
+
+
+def test_a_square_is_the_same_file_everywhere() -> None:
+    image = opened(Image(bitmap((10, 20, 30))))
+    assert image.size == (16, 16)
+    assert image.getcolors() == [(256, (10, 20, 30))]
+    assert Image(bitmap((10, 20, 30))).digest == "077b52544cb579edaddc47c6f7df8ff0"
+
+
+def test_records_hold_each_image_once_and_the_page_shows_it(tmp_path: Path) -> None:
+    episodes = play("idefics3", seeds=(1, 1))
+    writer = RecordWriter(tmp_path, {"run": "run"}, max_bytes=10**6)
+    shown = {text: image for episode in episodes for text, image in episode.images.items()}
+    writer.write_images(shown)
+    writer.write_train(0, [episode_row(episode, index=k) for k, episode in enumerate(episodes)])
+    files = sorted(path.name for path in (writer.folder / "images").iterdir())
+    assert files == sorted(image.digest for image in shown.values())
+    assert len(files) == len(episodes[0].pictures[0])
+    (run,) = open_records(tmp_path)
+    record = run.episode(run.index()[0]["key"])
+    page = detail(record, run.image)
+    assert page["images"].keys() == shown.keys()
+    assert all(address.startswith("data:image/png;base64,") for address in page["images"].values())
+    (writer.folder / "images" / files[0]).write_bytes(b"<svg>")
+    assert len(detail(record, run.image)["images"]) == len(files) - 1
+    small = RecordWriter(tmp_path, {"run": "small"}, max_bytes=max(len(image.data) for image in shown.values()))
+    small.write_images(shown)
+    assert 1 <= len(list((small.folder / "images").iterdir())) < len(shown)

@@ -98,8 +98,8 @@ class Pictures:
             ids.count(self._token_id) for ids in alone
         ):
             raise ValueError(
-                f"{type(self._processor).__name__} writes other placeholders for an image when another is "
-                "beside it, so that an earlier turn would change when the next image is shown. Choose another model, or pass the processor's "
+                f"{type(self._processor).__name__} writes other placeholders for an image when another is beside it: an "
+                "earlier turn would change when the next image is shown. Choose another model, or pass the processor's "
                 "tokenizer as `processing_class` for episodes of text."
             )
         if not alone[0].count(self._token_id):
