@@ -77,6 +77,8 @@ DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
+IMAGES = "tests/rollout/test_images.py"
+IMAGE_RUNS = "tests/trainers/test_images.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
@@ -3125,6 +3127,118 @@ MUTATIONS = [
     Mutation(
         "matplotlib's own folder is not read", "imports.py",
         "if its_own or ", "if ", "tests/test_session.py -k matplotlib",
+    ),
+    Mutation(
+        "an image is expanded from the placeholders of the image before it",
+        "rollout/chat/pictures.py",
+        "        return pieces[0] + \"\".join(one.text + piece for one, piece in zip(pictures, pieces[1:], strict=True))",
+        "        return pieces[0] + \"\".join(pictures[0].text + piece for piece in pieces[1:])",
+        IMAGES,
+    ),
+    Mutation(
+        "images that were shown before are not shown again to the trainer",
+        "rollout/stepped.py",
+        "        self.pictures[-1] += pictures\n",
+        "        self.pictures[-1][:] = pictures\n",
+        IMAGES,
+    ),
+    Mutation(
+        "keys and values of another image with the same ids are read",
+        "rollout/generators/transformers/generator.py",
+        "        own = keyed(ids, pictures)\n",
+        "        own = [*map(abs, keyed(ids, ()))]\n",
+        f"{IMAGES} -k another_image",
+    ),
+    Mutation(
+        "an image token may be sampled",
+        "rollout/generators/images.py",
+        "        bias[[token for token in tokens if token < len(bias)]] = _UNLIKELY\n",
+        "",
+        IMAGES,
+    ),
+    Mutation(
+        "the text after an image begins at the image's last token",
+        "rollout/generators/images.py",
+        "        offsets[-1, 3] = picture.count + int(delta)\n",
+        "        offsets[-1, 3] = picture.count + int(delta) - 1\n",
+        IMAGES,
+    ),
+    Mutation(
+        "the features of DeepStack are not handed over",
+        "rollout/generators/images.py",
+        "    levels = _shown.features[:, width:]",
+        "    levels = 0 * _shown.features[:, width:]",
+        IMAGES,
+    ),
+    Mutation(
+        "Gemma 3 keeps keys and values of images between turns",
+        "rollout/generators/images.py",
+        "            types[shown.rows, shown.columns] = 1\n",
+        "",
+        IMAGES,
+    ),
+    Mutation(
+        "pixels are lost between sampler and trainer",
+        "step/log_probs.py",
+        "                images=images_of(part),\n",
+        "",
+        f"{IMAGE_RUNS} -k micro_batches",
+    ),
+    Mutation(
+        "the loss sees no images",
+        "trainers/trainer.py",
+        "            images = images_of(handed.inputs)\n",
+        "",
+        IMAGE_RUNS,
+    ),
+    Mutation(
+        "images of left-padded rows are shown without the padding",
+        "packing/forward.py",
+        "images.places[..., 0] + mask.int().argmax(dim=1)[:, None]",
+        "images.places[..., 0]",
+        IMAGE_RUNS,
+    ),
+    Mutation(
+        "a critic sees no images",
+        "packing/forward.py",
+        "                given = {**self._positions(mask), **more}\n",
+        "                given = self._positions(mask)\n",
+        IMAGE_RUNS,
+    ),
+    Mutation(
+        "the image encoder is trained",
+        "rollout/generators/images.py",
+        "                parameter.requires_grad_(False)\n",
+        "",
+        IMAGE_RUNS,
+    ),
+    Mutation(
+        "an image of several frames is taken",
+        "envs/images.py",
+        '    if getattr(image, "n_frames", 1) > 1:',
+        "    if False:",
+        IMAGES,
+    ),
+    Mutation(
+        "an image of any size is taken",
+        "envs/images.py",
+        "    if width * height < 1 or width * height > MOST_PIXELS:",
+        "    if False:",
+        IMAGES,
+    ),
+    Mutation(
+        "images:N keeps the first images",
+        "envs/context.py",
+        "                dropped = part[\"type\"] == \"image\" and old > 0\n",
+        "                dropped = part[\"type\"] == \"image\" and old <= self.number\n",
+        IMAGES,
+    ),
+    Mutation(
+        "the page shows any file as an image",
+        "records/reader.py",
+        "        return data if Image(data).digest == digest else None\n",
+        "        return data\n",
+        IMAGES,
     ),
 ]  # fmt: skip
 
