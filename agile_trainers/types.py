@@ -42,7 +42,7 @@ class Image:
 
 @dataclass(eq=False)
 class Picture:
-    """What a model reads of an image. Episodes that show the same image share one."""
+    """The form of an image that a model reads. Episodes that show the same image share one."""
 
     key: int
     """Negative, of the content; stands for the placeholders where conversations are compared."""
@@ -53,9 +53,9 @@ class Picture:
     count: int
     """Number of placeholders."""
     inputs: dict[str, Any]
-    """What the processor makes for the image encoder; empty once it was encoded."""
+    """The inputs of the image encoder; empty once it was encoded."""
     features: torch.Tensor | None = None
-    """(count, W), what stands in the place of each placeholder's embedding, and what is added to later layers."""
+    """(count, W), the values that stand in the place of each placeholder's embedding, and what is added to later layers."""
     offsets: torch.Tensor | None = None
     """(count, 4) int64: the place of each in the image on the three axes of rotary positions, and the steps to the next
     token."""
@@ -96,7 +96,7 @@ def keyed(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
     return [next(keys) if token == pictures[0].token_id else token for token in ids]
 
 
-def placed(ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[Picture, list[int]]]:
+def located(ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[Picture, list[int]]]:
     """Return the images of a conversation, or of its beginning, and the places of the placeholders of each."""
     if not pictures:
         return []

@@ -78,7 +78,7 @@ MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 IMAGES = "tests/rollout/test_images.py"
-IMAGE_RUNS = "tests/trainers/test_images.py"
+IMAGE_RUNS = "tests/trainers/test_image_runs.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
 COUNTED = "tests/test_bench_plan_bytes.py"
@@ -1195,7 +1195,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ids count as cached whose keys were dropped", "rollout/generators/transformers/generator.py",
-        "min(common_prefix(kept.ids, ids), kept.cached, len(ids) - 1)", "min(common_prefix(kept.ids, ids), len(ids) - 1)",
+        "min(common_prefix(known[kept], own), kept.cached, len(ids) - 1)", "min(common_prefix(known[kept], own), len(ids) - 1)",
         f"{LINEAGES} -k cropped",
     ),
     Mutation(
@@ -1379,8 +1379,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a summary replaces the observation", "envs/context.py",
-        'whole = [last["content"], f"{self.heading}\\n{summary[\'content\']}", text]',
-        'whole = [last["content"], f"{self.heading}\\n{summary[\'content\']}"]', "tests/rollout/test_history.py",
+        "{text_of(summary)}\\n\\n{text}", "{text_of(summary)}", "tests/rollout/test_history.py",
     ),
     Mutation(
         "old tool results stay", "envs/tools/environment.py",
@@ -1420,7 +1419,7 @@ MUTATIONS = [
     ),
     Mutation(
         "messages without text are no work", "rollout/stepped.py",
-        'sum(len(one["content"]) + 1 for one in messages)', 'sum(len(one["content"]) for one in messages)',
+        "sum(len(text_of(one)) + 1 for one in messages)", "sum(len(text_of(one)) for one in messages)",
         "tests/rollout/test_history.py -k many_empty",
     ),
     Mutation(
@@ -2142,7 +2141,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recorded answers are given to other prompts", "rollout/replay.py",
-        "record.answers[0].prompt == digest_of_ids(request.token_ids)", "True",
+        "record.answers[0].prompt == digest_of_ids(keyed(request.token_ids, request.pictures))", "True",
         "tests/rollout/test_open_rollout.py -k repeat_itself",
     ),
     Mutation(
@@ -3180,14 +3179,14 @@ MUTATIONS = [
     Mutation(
         "pixels are lost between sampler and trainer",
         "step/log_probs.py",
-        "                images=images_of(part),\n",
+        "                images=batch_images(part),\n",
         "",
         f"{IMAGE_RUNS} -k micro_batches",
     ),
     Mutation(
         "the loss sees no images",
         "trainers/trainer.py",
-        "            images = images_of(handed.inputs)\n",
+        "            images = batch_images(handed.inputs)\n",
         "",
         IMAGE_RUNS,
     ),

@@ -366,14 +366,7 @@ def evaluate_policy(
     )
     policy, tokenizer = _loaded(model, tokenizer, device, model_init_kwargs)
     of_model = policy.model if isinstance(policy, ServedModel) else policy
-    processor = tokenizer
-    if isinstance(processor, ProcessorMixin):
-        tokenizer = processor.tokenizer
-        if isinstance(policy, ServedModel):
-            raise ValueError(
-                "vLLM samples text, and `tokenizer` is a processor of images. Pass its tokenizer for text."
-            )
-        prepare_for_images(base_model(policy))
+    processor, tokenizer = tokenizer, _tokenizer_in(tokenizer, policy)
     engine = build_engine(
         options,
         options.make_pool(factories),
@@ -420,6 +413,16 @@ def _loaded(
     if tokenizer is None:
         tokenizer = model.tokenizer if isinstance(model, ServedModel) else tokenizer_of(model)
     return model, tokenizer
+
+
+def _tokenizer_in(given: Any, policy: Any) -> Any:
+    """Return a tokenizer, or that of a processor, for whose images it prepares the policy."""
+    if not isinstance(given, ProcessorMixin):
+        return given
+    if isinstance(policy, ServedModel):
+        raise ValueError("vLLM samples text, and `tokenizer` is a processor of images. Pass its tokenizer for text.")
+    prepare_for_images(base_model(policy))
+    return given.tokenizer
 
 
 def _generator(

@@ -30,7 +30,7 @@ def kept_of(part: Batch) -> KeptSets | None:
     return KeptSets.of(part["kept_words"], part["kept_sizes"]) if "kept_sizes" in part else None
 
 
-def images_of(part: Batch) -> BatchImages | None:
+def batch_images(part: Batch) -> BatchImages | None:
     """Return the images of a micro-batch in TRL's form; None without any."""
     return BatchImages(part["image_features"], part["image_places"]) if "image_places" in part else None
 
@@ -223,7 +223,7 @@ class Packer:
         paths = paths_of(part)
         ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
         pack = self._pays if self.packs else None
-        return self._forward(model).values(model, ids, mask, positions, pack, paths, images_of(part))
+        return self._forward(model).values(model, ids, mask, positions, pack, paths, batch_images(part))
 
 
 MARGIN = 0.95

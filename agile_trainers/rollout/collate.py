@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from agile_trainers.objectives.kept_sets import pad_sets
-from agile_trainers.types import NO_TURN, Picture, Trajectory, TurnBatch, placed
+from agile_trainers.types import NO_TURN, Picture, Trajectory, TurnBatch, located
 
 
 def collate(
@@ -93,11 +93,10 @@ def collate(
     if any(trajectory.paths is not None for trajectory in trajectories):
         _add_paths(batch, trajectories, [[*prompt, *completion] for prompt, completion in zip(prompts, completions)])
     _check_logprobs(batch)
-    batch = batch.to(device)
     if any(it.turns and it.pictures for it in trajectories):
         assert encode is not None
         batch.image_features, batch.image_places = _images(trajectories, encode, device)
-    return batch
+    return batch.to(device)
 
 
 def _images(
@@ -109,7 +108,7 @@ def _images(
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for ids, pictures in trajectory.shown if trajectory.turns else ():
-            for picture, where in placed(ids, pictures):
+            for picture, where in located(ids, pictures):
                 encode(picture)
                 assert picture.features is not None and picture.offsets is not None
                 column = torch.tensor(where) + start

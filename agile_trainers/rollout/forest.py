@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn, keyed, placed
+from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn, keyed, located
 
 
 class Fork(StrEnum):
@@ -100,7 +100,7 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
     numbers = {holder: number for number, holder in enumerate(dict.fromkeys(holders))}
     for turn, holder in zip(turns, holders, strict=True):
         turn.path = numbers[holder]
-    pictures = [[one for one, _ in placed(whole[holder], calls[holder].pictures)] for holder in numbers]
+    pictures = [[one for one, _ in located(whole[holder], calls[holder].pictures)] for holder in numbers]
     return Trajectory(
         prompt_ids=list(calls[0].prompt_ids),
         completion_ids=[token for call in calls for token in call.answer_ids],

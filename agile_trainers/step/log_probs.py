@@ -12,7 +12,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
-from agile_trainers.packing.packer import Packer, images_of, kept_of
+from agile_trainers.packing.packer import Packer, batch_images, kept_of
 from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
@@ -124,7 +124,7 @@ class LogProbPasses:
                 scored=scored,
                 paths=paths_of(part),
                 kept=kept_of(part),
-                images=images_of(part),
+                images=batch_images(part),
             )
             # At least float32; float64 if the model computes in it.
             log_probs = log_probs.to(torch.promote_types(log_probs.dtype, computed.dtype))

@@ -36,7 +36,7 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
-from agile_trainers.packing.packer import images_of, kept_of
+from agile_trainers.packing.packer import batch_images, kept_of
 from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
@@ -589,7 +589,7 @@ class MultiTurnTrainer(_Trainer):
         handed, values = self._loss_pass, None
         if handed is not None:
             scored, paths, kept = handed.batch.counted, handed.batch.paths, kept_of(handed.inputs)
-            images = images_of(handed.inputs)
+            images = batch_images(handed.inputs)
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
         model = self.packer.reading(model, scored, values, paths, kept, images)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)

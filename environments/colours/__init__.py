@@ -15,7 +15,7 @@ COLOURS = {
     "black": (10, 10, 10), "white": (245, 245, 245), "pink": (250, 150, 200), "brown": (120, 70, 30),
 }  # fmt: skip
 LEVELS = {"easy": (2, 3), "normal": (4, 3), "hard": (8, 5)}
-"""Level to number of colours and number of turns: images and digits alternate, an image first and last."""
+"""Level to number of colours, and of digits, and number of turns: images and digits alternate, an image first and last."""
 DIGITS = "0123456789"
 _SIDE = 16
 """Pixels."""
@@ -28,7 +28,7 @@ class Colours(GameTask):
     is neither a colour nor a digit with -0.2, any other with 0. The game is won if all answers are right.
 
     Args:
-        level: ``easy`` (2 colours, 3 turns), ``normal`` (4, 3) or ``hard`` (8, 5).
+        level: ``easy`` (2 colours and digits, 3 turns), ``normal`` (4, 3) or ``hard`` (8, 5).
         max_turns: Number of turns, an odd number. Default: the level's.
 
     Raises:
@@ -43,25 +43,26 @@ class Colours(GameTask):
             raise ValueError(
                 f"max_turns must be odd, since the code word begins and ends with a colour; got {max_turns}."
             )
-        self.colours = list(COLOURS)[: LEVELS[level][0]]
+        self.colours, self.digits = list(COLOURS)[: LEVELS[level][0]], DIGITS[: LEVELS[level][0]]
 
     def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
         """Choose the code word.
 
         Args:
             seed: Decides the code word. None draws one.
-            options: ``{"code": ["red", "7", "blue"]}`` sets it.
+            options: ``{"code": ["red", "3", "blue"]}`` sets it.
 
         Raises:
             ValueError: If the code word is not colours of the level and digits in turn, one for each turn.
         """
         rng = random.Random(draw(seed, 2**63))
-        drawn = [rng.choice(self.colours if turn % 2 == 0 else DIGITS) for turn in range(self.max_turns)]
+        drawn = [rng.choice(self.colours if turn % 2 == 0 else self.digits) for turn in range(self.max_turns)]
         self.code = options.get("code", drawn)
-        legal = [self.colours if turn % 2 == 0 else DIGITS for turn in range(self.max_turns)]
+        legal = [self.colours if turn % 2 == 0 else self.digits for turn in range(self.max_turns)]
         if len(self.code) != len(legal) or not all(one in known for one, known in zip(self.code, legal, strict=True)):
             raise ValueError(
-                f"code must be {self.max_turns} colours of {self.colours} and digits in turn, got {self.code!r}."
+                f"code must be {self.max_turns} colours of {self.colours} and digits of {self.digits} in turn, got "
+                f"{self.code!r}."
             )
         self.right = 0
         return self._question(), {"code": " ".join(self.code)}

@@ -17,6 +17,7 @@ POLICIES = ("random_policy", "random_legal_policy", "careless_policy", "expert_p
 EPISODES = {
     "archive": "4816f659cc9e62ff",
     "calculator": "e7f0d8045d093764",
+    "colours": "c81cbf813d01ceeb",
     "countdown": "80a4283cead7f703",
     "courier": "920b21eb14a88fc1",
     "grid_navigation": "4bad66af99a3e3c2",

@@ -31,7 +31,7 @@ class Pictures:
         self._token_id = token_id
         self._made = WeakValueDictionary[str, Picture]()
         self.mark: str = processor.image_token
-        """What a chat template writes for an image."""
+        """The text of a chat template for an image."""
         tokenizer = self._processor.tokenizer
         self.special = {tokenizer.convert_tokens_to_ids(self.mark), token_id}
         """Tokens that a message's text may not spell out."""

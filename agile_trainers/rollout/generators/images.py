@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from agile_trainers.types import Picture, placed
+from agile_trainers.types import Picture, located
 
 SUPPORTED = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Model types whose sampled, scored and trained log-probabilities of images ``make architectures`` compares."""
@@ -134,7 +134,7 @@ class ImageReader:
         features, cells, offsets = [], [], []
         for row, (ids, pictures, _) in enumerate(rows):
             mask[row, longest - len(ids) :] = 1
-            for picture, places in placed(ids, pictures):
+            for picture, places in located(ids, pictures):
                 self.encode(picture)
                 assert picture.features is not None and picture.offsets is not None
                 cells.append(torch.tensor([(row, place + longest - len(ids)) for place in places]))

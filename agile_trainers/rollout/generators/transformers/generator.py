@@ -182,10 +182,8 @@ class TransformersGenerator:
         ids, pictures = list(request.token_ids), request.pictures
         own = keyed(ids, pictures)
         # The last id is always read, for its logits.
-        shared = {
-            kept: min(common_prefix(keyed(kept.ids, kept.pictures), own), kept.cached, len(ids) - 1)
-            for kept in lineages
-        }
+        known = {kept: keyed(kept.ids, kept.pictures) for kept in lineages}
+        shared = {kept: min(common_prefix(known[kept], own), kept.cached, len(ids) - 1) for kept in lineages}
         # Of those that share the same, one that can be taken, and the last used one.
         source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
         if source is None or not shared[source]:
