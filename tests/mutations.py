@@ -961,8 +961,12 @@ MUTATIONS = [
         f"{FIRST_PASS} -k find_their_place",
     ),
     Mutation(
-        "a batch of several optimizer steps takes the old policy from its last", "trainers/trainer.py",
-        "updates_again(self.args) and not self._first_pass_is_one_update", "False", f"{FIRST_PASS} -k split_into_updates",
+        "a batch of several optimizer steps takes the old policy from its last", "step/batch.py",
+        "return first_is_one and not is_noisy(model)", "return True", f"{FIRST_PASS} -k split_into_updates",
+    ),
+    Mutation(
+        "a pass with dropout gives the old policy", "step/batch.py",
+        "first_is_one and not is_noisy(model)", "first_is_one", f"{FIRST_PASS} -k dropout",
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
