@@ -154,7 +154,7 @@ class MadeBatch:
     log_probs: BatchLogProbs
     judged: Judged
     credit: Credit
-    """Of all processes."""
+    """Credit of the rows of all processes."""
     advantages: torch.Tensor
     """(B, K), of this process."""
     values: torch.Tensor | None
