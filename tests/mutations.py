@@ -62,7 +62,6 @@ TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
-FIRST_PASS = "tests/trainers/test_first_pass.py"
 FORESTS = "tests/trainers/test_paths.py"
 OWN_LOSS = "tests/trainers/test_own_loss.py"
 VIEWER = "tests/viewer/test_page.py"
@@ -959,22 +958,9 @@ MUTATIONS = [
         "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
-        "the critic learns while it is read in the first of two epochs alone", "step/critic.py",
-        "            self.learned &= drawn  # a further pass over the batch reads the critic anew\n", "",
+        "the critic learns while it is read in the first of two epochs alone", "trainers/trainer.py",
+        "self.is_in_train and self.num_iterations == 1 and", "self.is_in_train and",
         "tests/trainers/test_ppo_learned.py -k used_up",
-    ),
-    Mutation(
-        "a second update compares with the policy that it starts from", "trainers/trainer.py",
-        'inputs["old_per_token_logps"] = first.log_probs', "pass", f"{FIRST_PASS} -k pass_before",
-    ),
-    Mutation(
-        "the rows of a pass are stored in the order of the passes", "step/loss.py",
-        "(batch.episodes[:, None] == self._whole.episodes).int().argmax(dim=1)", "torch.arange(len(log_probs))",
-        f"{FIRST_PASS} -k find_their_place",
-    ),
-    Mutation(
-        "a batch of several optimizer steps takes the old policy from its last", "trainers/trainer.py",
-        "updates_again(self.args) and not self._first_pass_is_one_update", "False", f"{FIRST_PASS} -k split_into_updates",
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",

@@ -19,16 +19,10 @@ from agile_trainers.types import TurnBatch
 
 
 def scores_old_policy(args: Any) -> bool:
-    """Return True if a generation batch needs the log-probs of the old policy before its first update."""
-    return args.batches_ahead > 0 or bool(args.vllm_importance_sampling_correction)
-
-
-def updates_again(args: Any) -> bool:
-    """Return True if weights change between two forward passes of a generation batch: TRL's own condition.
-
-    The old policy's log-probs are then needed. If the first pass over the batch is one optimizer step, they are its own.
-    """
-    return args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+    """Return True if an older policy or another engine samples the batch of an update: TRL's own condition, and ours."""
+    micro_steps = args.steps_per_generation * args.num_iterations
+    older = args.batches_ahead > 0 or args.gradient_accumulation_steps % micro_steps != 0
+    return older or bool(args.vllm_importance_sampling_correction)
 
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
@@ -100,7 +94,7 @@ def train_batch(
         sampling_per_token_logps=batch.sampling_logprobs,
         advantages=spread,
         num_items_in_batch=accelerator.gather(trained.sum()).sum(),
-        old_per_token_logps=log_probs.old if scores_old_policy(args) or updates_again(args) else None,
+        old_per_token_logps=log_probs.old if scores_old_policy(args) else None,
         ref_per_token_logps=log_probs.reference if args.kl_placement == "loss" else None,
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,

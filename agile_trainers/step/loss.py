@@ -53,28 +53,6 @@ class LossPass:
         return pooled
 
 
-class FirstPass:
-    """Collects the log-probs of a micro-batch from the forward passes of its first update: those of the old policy.
-
-    Args:
-        whole: The micro-batch.
-    """
-
-    def __init__(self, whole: TrainBatch) -> None:
-        self._whole = whole
-        self.log_probs = torch.zeros_like(whole.completion_ids, dtype=torch.float32)
-        """(B, T), at least float32; 0 outside of the tokens that entered the loss."""
-
-    def add(self, batch: TrainBatch, log_probs: torch.Tensor) -> None:
-        """Take the log-probs (R, S) of a forward pass of some rows, cut to their own columns."""
-        assert batch.episodes is not None and self._whole.episodes is not None
-        rows = (batch.episodes[:, None] == self._whole.episodes).int().argmax(dim=1)
-        log_probs = log_probs.to(torch.promote_types(log_probs.dtype, self.log_probs.dtype))
-        self.log_probs, length = self.log_probs.to(log_probs.dtype), log_probs.size(1)
-        # An episode of several paths may be read in several passes.
-        self.log_probs[rows, :length] = torch.where(batch.counted, log_probs, self.log_probs[rows, :length])
-
-
 Denominator = Literal["tokens", "episodes", "constant"]
 
 

@@ -71,14 +71,14 @@ from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
-from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens, updates_again
+from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged, TurnEntropies
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, attach_critic
 from agile_trainers.step.draws import Drawn, EpisodeDraws
 from agile_trainers.step.drift import weights_of_turns
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
-from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass, averages, checked_output, divisor
+from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked_output, divisor
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, PlayedGroups
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
@@ -786,7 +786,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if log_probs is not None and args.kl_placement != "loss":
             self._add_metrics(penalize(batch, log_probs, args, self.accelerator))
         trained = trained_tokens(batch, args)
-        read = self.critic.read(models.policy, batch, trained, self._step, first_is_one=self._first_pass_is_one_update)
+        read = self.critic.read(models.policy, batch, trained, self._step, one_update=self._batch_is_one_update)
         judged, credit = self._credit(played, read, weights_of_turns(args, batch, log_probs))
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         log_probs = log_probs or self._log_probs(batch, played.version, own.advantages)
@@ -798,9 +798,10 @@ class MultiTurnTrainer(GRPOTrainer):
         return output.to_trl()
 
     @property
-    def _first_pass_is_one_update(self) -> bool:
-        """True if the first pass over the generation batch is one optimizer step of training."""
-        return self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
+    def _batch_is_one_update(self) -> bool:
+        """True if the generation batch is one optimizer step of training."""
+        steps = self.args.steps_per_generation
+        return self.is_in_train and self.num_iterations == 1 and self.current_gradient_accumulation_steps == steps
 
     def _log_probs(
         self, batch: TurnBatch, version: int | None, advantages: torch.Tensor | None = None
@@ -815,7 +816,6 @@ class MultiTurnTrainer(GRPOTrainer):
                 with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps)
             )
         old = scores_old_policy(self.args) or self.args.kl_placement != "loss"
-        old |= updates_again(self.args) and not self._first_pass_is_one_update
         log_probs = self.log_prob_passes.compute(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
         if version is not None:
             self._log_probs_of_snapshot(batch, log_probs, version)
@@ -882,19 +882,16 @@ class MultiTurnTrainer(GRPOTrainer):
         self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self._skips_zero_advantage else whole
-        first = FirstPass(whole) if whole.old_per_token_logps is None and updates_again(self.args) else None
         loss = self.token_batches.loss(
-            model, read, whole, lambda part: self._loss_of(model, part, whole, first), complete=self.is_in_train
+            model, read, whole, lambda part: self._loss_of(model, part, whole), complete=self.is_in_train
         )
-        if first is not None:  # further updates compare with the policy of this one
-            inputs["old_per_token_logps"] = first.log_probs
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.mismatch.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
             self._close_mismatch()
         return loss
 
-    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None) -> torch.Tensor:
+    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
         with self._handing_over(part) as handed:
             if self.loss is None:
@@ -903,8 +900,6 @@ class MultiTurnTrainer(GRPOTrainer):
                 loss = self._own_loss(self.loss, model, part, whole)
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
-        if first is not None:
-            first.add(handed.batch, handed.log_probs)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss

@@ -21,13 +21,12 @@ from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 MEAN, MAX = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
-SCORED = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 2}
-"""The old policy is scored: a batch is split into two updates."""
+SCORED = {"num_iterations": 2, "max_steps": 2}
+"""The old policy is scored: a batch serves two updates."""
 ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 PATHS = {
     "loss": {},
     "loss-micro-batches": ACCUMULATED,
-    "loss-iterations": {**ACCUMULATED, "num_iterations": 2, "max_steps": 2},
     "loss-two-batches": {
         **ACCUMULATED, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
         "train_dataset": Dataset.from_dict({"number": list(range(8))}),
