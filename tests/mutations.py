@@ -1850,6 +1850,10 @@ MUTATIONS = [
         "return min(lengths, default=None)", "return None", f"{ARCHITECTURES} -k rope",
     ),
     Mutation(
+        "Mamba decodes with the mask of earlier tokens", "rollout/generators/architecture.py",
+        '"mamba", ', "", "tests/rollout/test_generators.py -k mamba",
+    ),
+    Mutation(
         "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
         '"mamba2", "minimax",', '"mamba2",', "tests/rollout/test_generators.py -k minimax",
     ),
