@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from hashlib import sha256
-from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,8 @@ SHIPPED_EPISODES = 200
 _PARTS = ("observation", "information", "first step")
 _OURS = "agile_"
 """Beginning of the names of our packages, whose version is no part of a panel: the source of a task is."""
-_TASKS = ("agile_environments.", "agile_trainers.envs.questions.")
-"""Those of our modules that are followed when a task imports them: other tasks, word lists and graders."""
+_TASKS = (f"{_OURS}environments.", f"{_OURS}trainers.envs.questions.")
+"""Beginnings of the names of our modules that are followed when a task imports them: other tasks, word lists and graders."""
 _WHERE = ("environment_workers", "environment_processes", "max_environments", "training_chat_template")
 SETTINGS = (
     "attempts",
@@ -321,7 +320,8 @@ def _imported(name: str, file: Path, source: bytes) -> Iterator[tuple[str, Path]
     for node in ast.walk(ast.parse(source)):
         names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
-            base = resolve_name("." * node.level + (node.module or ""), package)
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
             names = [base, *(f"{base}.{one}" for one in names)]
         for one in names:
             top, *rest = one.split(".")
