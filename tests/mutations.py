@@ -1195,7 +1195,8 @@ MUTATIONS = [
     Mutation(
         "a request whose ids are all cached reads none", "rollout/generators/transformers/generator.py",
         "kept.cached, len(ids) - 1)", "kept.cached, len(ids))",
-        f"{LINEAGES} -k cropped",
+        "min(common_prefix(known[kept], own), kept.cached, len(ids) - 1)",
+        "min(common_prefix(known[kept], own), len(ids) - 1)",
     ),
     Mutation(
         "ids count as cached whose keys were dropped", "rollout/generators/transformers/generator.py",
