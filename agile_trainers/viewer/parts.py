@@ -255,12 +255,14 @@ def images_in(record: dict[str, Any], read: Callable[[str], bytes | None]) -> di
     return found
 
 
-def detail(record: dict[str, Any], read_image: Callable[[str], bytes | None]) -> dict[str, Any]:
+def detail(
+    record: dict[str, Any], read_image: Callable[[str], bytes | None] = lambda digest: None
+) -> dict[str, Any]:
     """Return everything that the page shows of an episode.
 
     Args:
         record: The episode.
-        read_image: See :func:`images_in`.
+        read_image: See :func:`images_in`. Default: there are none.
     """
     turns = [
         {

@@ -72,7 +72,7 @@ class DecodingBatch:
     shown: Shown | None = None
     """The images of the next input."""
     types: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the model takes beside to read these."""
+    """Further inputs of the model, to read these."""
     history: torch.Tensor | None = None
     """(R, L) int64, every id of the row, padded with its first one, for the repetition penalty."""
     recent: torch.Tensor | None = None
