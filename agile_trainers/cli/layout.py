@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -62,7 +63,8 @@ def _turns_at(
         nodes: Number of each token of its paths, one path after another.
         tokenizer: Has the ids of padding and end.
     """
-    batch = collate([trajectory], pad_token_id=tokenizer.pad_token_id or 0, end_token_id=tokenizer.eos_token_id or 0)
+    without = replace(trajectory, pictures=None)  # of which only the places are asked for
+    batch = collate([without], pad_token_id=tokenizer.pad_token_id or 0, end_token_id=tokenizer.eos_token_id or 0)
     found = dict[int, tuple[int, ...]]()
     for column, turn in enumerate(batch.turn_ids[0].tolist()):
         if turn != NO_TURN and not batch.failed[0]:

@@ -38,7 +38,8 @@ class Environment(Protocol):
             options: The dataset row of the episode, or None when training without a dataset.
 
         Returns:
-            The first observation (text, taken as one user message, or a list of chat messages) and an info dict.
+            The first observation (text, taken as one user message, or a list of chat messages, whose content may have parts
+            with images, see :mod:`agile_trainers.envs.images`) and an info dict.
         """
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:

@@ -124,9 +124,8 @@ class RolloutLog(TrainerCallback):
             played.indices, played.trajectories, *by_turn, strict=True
         ):
             self._add(generation, step, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
-        shown = {text: image for one in played.trajectories for text, image in one.images.items()}
-        if shown:
-            self._write("images", lambda writer: writer.write_images(shown))
+        if any(one.images for one in played.trajectories):
+            self._write("images", lambda writer: writer.write_images(played.trajectories))
         # After the others, whose places `observe` knows.
         for index, trajectory in played.discarded:
             self._add(generation, step, index, trajectory)
@@ -191,9 +190,8 @@ class RolloutLog(TrainerCallback):
             prefix: Prefix of its metrics.
             played: The episodes of this process.
         """
-        shown = {text: image for one in played.trajectories for text, image in one.images.items()}
-        if shown:
-            self._write("images", lambda writer: writer.write_images(shown))
+        if any(one.images for one in played.trajectories):
+            self._write("images", lambda writer: writer.write_images(played.trajectories))
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
         self._write("eval", lambda writer: writer.write_eval(step, prefix, rows))
 
@@ -263,8 +261,7 @@ class RolloutLog(TrainerCallback):
             report=logger.warning,
         )
         if self._accelerator.is_main_process:
-            tokenizer = getattr(self._processing_class, "tokenizer", self._processing_class)
-            self._writer.write_vocabulary(tokenizer)
+            self._writer.write_vocabulary(self._processing_class)
         return self._writer
 
     def _evaluation_id(self) -> str:

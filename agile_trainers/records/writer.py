@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from agile_trainers.records.plain import PARTIAL, Plain, replacing, to_json
 from agile_trainers.records.schema import ADDED, EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, packed_paths, to_table
-from agile_trainers.types import NO_TURN, Image, Trajectory
+from agile_trainers.types import NO_TURN, Trajectory
 
 DIGESTS = "digests-*.jsonl"
 
@@ -297,16 +297,19 @@ class RecordWriter:
         names = (name if number == 1 else f"{name}.{number}" for number in count(1))
         return self._write(next(free for free in names if not self._path(free).exists()), rows)
 
-    def write_images(self, images: Mapping[str, Image]) -> None:
-        """Write images that are not there yet, each into a file of its own. They may take as many bytes as episodes.
+    def write_images(self, trajectories: Iterable[Trajectory]) -> None:
+        """Write the images of episodes that are not there yet, each into a file of its own.
+
+        They may take as many bytes as the episodes; beyond that the oldest are deleted.
 
         Args:
-            images: By the text that stands for each in the records.
+            trajectories: The episodes.
 
         Raises:
             OSError: If a file cannot be written.
         """
         folder = self.folder / IMAGES
+        images = {text: image for one in trajectories for text, image in one.images.items()}
         new = {folder / image.digest: image for image in images.values() if not (folder / image.digest).exists()}
         if not new:
             return
@@ -341,11 +344,11 @@ class RecordWriter:
         """Write the bytes of every token, once. Call it on one process.
 
         Args:
-            tokenizer: A tokenizer of transformers.
+            tokenizer: A tokenizer of transformers, or a processor with one.
         """
         path = self.folder / VOCABULARY_FILE
         if not path.exists():
-            ids, texts, special = zip(*pieces(tokenizer))
+            ids, texts, special = zip(*pieces(getattr(tokenizer, "tokenizer", tokenizer)))
             table = pa.table([list(ids), list(texts), list(special)], schema=VOCABULARY)
             with replacing(path) as partial:
                 pq.write_table(table, partial, compression="zstd", write_statistics=False, store_schema=False)

@@ -255,9 +255,7 @@ def images_in(record: dict[str, Any], read: Callable[[str], bytes | None]) -> di
     return found
 
 
-def detail(
-    record: dict[str, Any], read_image: Callable[[str], bytes | None] = lambda digest: None
-) -> dict[str, Any]:
+def detail(record: dict[str, Any], read_image: Callable[[str], bytes | None] = lambda digest: None) -> dict[str, Any]:
     """Return everything that the page shows of an episode.
 
     Args:

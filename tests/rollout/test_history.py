@@ -236,7 +236,7 @@ HOSTILE: dict[str, tuple[Callable[[Context], Any], str]] = {
     "iterator": (lambda messages: iter(messages), "expected the list of chat messages"),
     "answer last": (lambda messages: [*messages, assistant("a")], "end with role 'assistant'"),
     "no content": (lambda messages: [{"role": "user"}], "expected a dict"),
-    "parts": (lambda messages: [{"role": "user", "content": []}], "Episodes are text"),
+    "parts": (lambda messages: [{"role": "user", "content": []}], "expected a dict"),
     "exits": (lambda messages: exit(3), "raised SystemExit: 3"),
 }
 

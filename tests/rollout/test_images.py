@@ -368,7 +368,7 @@ def test_records_hold_each_image_once_and_the_page_shows_it(tmp_path: Path) -> N
     episodes = play("idefics3", seeds=(1, 1))
     writer = RecordWriter(tmp_path, {"run": "run"}, max_bytes=10**6)
     shown = {text: image for episode in episodes for text, image in episode.images.items()}
-    writer.write_images(shown)
+    writer.write_images(episodes)
     writer.write_train(0, [episode_row(episode, index=k) for k, episode in enumerate(episodes)])
     files = sorted(path.name for path in (writer.folder / "images").iterdir())
     assert files == sorted(image.digest for image in shown.values())
@@ -381,5 +381,5 @@ def test_records_hold_each_image_once_and_the_page_shows_it(tmp_path: Path) -> N
     (writer.folder / "images" / files[0]).write_bytes(b"<svg>")
     assert len(detail(record, run.image)["images"]) == len(files) - 1
     small = RecordWriter(tmp_path, {"run": "small"}, max_bytes=max(len(image.data) for image in shown.values()))
-    small.write_images(shown)
+    small.write_images(episodes)
     assert 1 <= len(list((small.folder / "images").iterdir())) < len(shown)

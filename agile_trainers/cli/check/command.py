@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.import_utils import is_vllm_available
@@ -42,6 +42,7 @@ from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.registry import describe_environment, environment_factories
 from agile_trainers.rollout.episode_options import end_token_ids
+from agile_trainers.rollout.generators.images import SUPPORTED
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.step.task_sampling import task_pool
 from agile_trainers.trainers.registry import algorithm_names, find_algorithm
@@ -205,6 +206,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             rows = _rows_of_each(args, script, train_rows, check.episodes or _EPISODES)
             tokenizer, ends = tokenizer_of_model(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
+            processor = processor_of_model(model, args.trust_remote_code) if config.model_type in SUPPORTED else None
         except (ValueError, TypeError, ImportError, OSError) as error:
             report.problem(message(error))
             return report.verdict()
@@ -221,6 +223,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 config=config,
                 named=named is not None and not elsewhere,
                 tokenizer=tokenizer,
+                processor=processor,
                 eos_token_ids=ends,
                 rows=rows[name],
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
@@ -253,6 +256,13 @@ def _rows_of_each(
         return dict.fromkeys(mixture.names)
     first_rows(mixture, args, train_rows, None)
     return {name: rows_of_environment(mixture, train_rows, name, count) for name in mixture.names}
+
+
+def processor_of_model(model: ModelConfig, trust_remote_code: bool) -> Any:
+    """Load the processor of a model that reads images."""
+    return AutoProcessor.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
+    )
 
 
 def tokenizer_of_model(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:

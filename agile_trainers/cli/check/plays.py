@@ -47,7 +47,7 @@ def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:
     """Play the episodes with the model, sampling as in training, each as often as ``attempts`` says."""
     return evaluate_policy(
         str(run.model.model_name_or_path),
-        run.tokenizer,
+        run.processor or run.tokenizer,
         run.factory,
         run.episodes,
         rows=run.rows,

@@ -52,6 +52,8 @@ class Run:
     launch: Launch = SINGLE
     gpus: int | None = None
     """GPUs of the machine that the run is planned for; None for this machine's, or as many as the run needs."""
+    processor: Any = None
+    """The processor of a model that reads images."""
 
     @property
     def gpu_count(self) -> int | None:
@@ -99,7 +101,7 @@ class Run:
         return build_engine(
             options,
             options.make_pool(factory),
-            self.tokenizer,
+            self.processor or self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             model_config=self.config,
             append_final_observation=self.args.has_critic,

@@ -510,6 +510,7 @@ def _write_records(folder: Path, run: str, info: Mapping[str, Any], results: Epi
     step = read_json(record).get("global_step", 0) if record.is_file() else 0
     writer = RecordWriter(folder, {"kind": "evaluation", "run": run, **info}, rank=state.process_index)
     episodes = zip(results.trajectories, results.places)
+    writer.write_images(results.trajectories)
     writer.write_eval(step, "eval", (episode_row(one, step=step, index=place) for one, place in episodes))
     if state.is_main_process:
         writer.write_vocabulary(tokenizer)
