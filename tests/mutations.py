@@ -1383,6 +1383,21 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
+        "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
+        "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "a limit that a harness meets loses the episode", "envs/libraries/verifiers.py",
+        'not any(limit in error.message', 'not all(limit in error.message',
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "the rewards of several traces of verifiers add up", "envs/libraries/verifiers.py",
+        '"reward": fmean(trace.reward for trace in traces)', '"reward": sum(trace.reward for trace in traces)',
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
         "old results of TRL's tools stay", "envs/libraries/trl_tools.py",
         "self.context = dropping_results(keep_results)", "self.context_ = dropping_results(keep_results)",
         "tests/envs/test_trl_tools.py",

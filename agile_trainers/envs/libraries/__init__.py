@@ -90,7 +90,7 @@ LIBRARIES = {
     "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment", ("trl",)),
     "verifiers": Library(
         "verifiers",
-        "task sets of one answer, verifiers:<task set>",
+        "task sets, and environments with their harnesses, verifiers:<task set>",
         ("verifiers", "verifiers.v1"),
         install="pip install 'agile-trainers[verifiers]'",
     ),
