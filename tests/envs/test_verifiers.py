@@ -86,7 +86,9 @@ def test_a_seat_that_is_not_trained_has_another_model() -> None:
     assert episode.reward == 1.5 and episode.info["metrics"]["user_turns"] == 2
 
 
-@pytest.mark.parametrize(("code", "kept"), [("max_turns_reached", True), ("context_length_exceeded", True), ("no", False)])
+@pytest.mark.parametrize(
+    ("code", "kept"), [("max_turns_reached", True), ("context_length_exceeded", True), ("no", False)]
+)
 def test_what_a_limit_refuses_leaves_the_reward_so_far(code: str, kept: bool) -> None:
     def refused(*_: Any) -> str:
         raise Refusal("refused", 400, code)
@@ -95,7 +97,7 @@ def test_what_a_limit_refuses_leaves_the_reward_so_far(code: str, kept: bool) ->
         (episode,) = play_agent(by_its_harness(agent=SEAT), refused, [1])
         assert episode.reward == 0.0 and not episode.success
         return
-    with pytest.raises(RuntimeError, match="verifiers:reverse_taskset: ProviderError: .*refused"):
+    with pytest.raises(RuntimeError, match=r"verifiers:reverse_taskset: ProviderError: .*refused"):
         play_agent(by_its_harness(agent=SEAT), refused, [1])
 
 

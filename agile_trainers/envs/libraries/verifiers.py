@@ -1,7 +1,7 @@
 """Adapts task sets and environments of verifiers (https://github.com/PrimeIntellect-ai/verifiers, v1).
 
-An environment of verifiers runs the model itself: a harness, which is a program, calls an endpoint. It is played as an agent,
-unmodified, through the endpoint of its episode. A task set of one answer is stepped without a harness.
+An environment of verifiers runs the model itself: its harness, a program, calls an endpoint. It is played as an agent, unmodified,
+through the endpoint of its episode. A task set of one answer is stepped without a harness.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import functools
 import importlib
 import inspect
-import math
 import random
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -138,7 +137,9 @@ class VerifiersAgent(_Tasks):
         async with env.serving():
             (slot,) = env.slots(self.tasks[self._row(task.seed, task.row)])
             episode = await env.run_slot(slot, vf.ModelContext(model=model.name, client=client), on_trace=seated)
-        failed = [] if episode.ok else [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok)]
+        failed = (
+            [] if episode.ok else [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok)]
+        )
         for error in failed:
             if not any(limit in error.message for limit in _LIMITS):
                 raise RuntimeError(f"{self.name}: {error.type}: {error.message}")
@@ -222,8 +223,8 @@ def _result(traces: Sequence[Any]) -> dict[str, Any]:
 
 def _means(each: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Return the mean of each name over the mappings that have a value of it."""
-    values = {name: [one[name] for one in each if one.get(name) is not None] for named in each for name in named}
-    return {name: math.fsum(some) / len(some) for name, some in values.items() if some}
+    values = {name: [value for one in each if (value := one.get(name)) is not None] for named in each for name in named}
+    return {name: fmean(some) for name, some in values.items() if some}
 
 
 def _needs_more(vf: Any, taskset: str, tasks: Any, task: Any) -> str | None:
