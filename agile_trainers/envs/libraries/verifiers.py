@@ -1,7 +1,7 @@
 """Adapts task sets and environments of verifiers (https://github.com/PrimeIntellect-ai/verifiers, v1).
 
-An environment of verifiers runs the model itself: its harness, a program, calls an endpoint. It is played as an agent, unmodified,
-through the endpoint of its episode. A task set of one answer is stepped without a harness.
+An environment of verifiers runs the model itself: its harness, a program, calls an endpoint. It is played unmodified, as an
+agent, through the endpoint of its episode. A task set of one answer is stepped without a harness.
 """
 
 from __future__ import annotations
