@@ -1383,13 +1383,22 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
+        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv_sessions.py",
+        "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
+        "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
+        "an OpenEnv session gets no seed", "envs/libraries/openenv_sessions.py",
+        "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",
     ),
     Mutation(
         "a limit that a harness meets loses the episode", "envs/libraries/verifiers.py",
-        'not any(limit in error.message', 'not all(limit in error.message',
+        "if not refused_by_limit(error.message)", "if refused_by_limit(error.message)",
         "tests/envs/test_verifiers.py",
     ),
     Mutation(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from agile_trainers.envs.agent import Agent, Model
+from agile_trainers.envs.agent import Agent, Model, refused_by_limit
 from agile_trainers.envs.agent import Task as AgentTask
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
 from agile_trainers.envs.libraries import LIBRARIES, check_arguments
@@ -23,8 +23,6 @@ from agile_trainers.types import Message
 
 _GENERATED_TASKS = 1000
 """Number of tasks taken from an infinite task set."""
-_LIMITS = ("max_turns_reached", "context_length_exceeded")
-"""Codes of requests that a limit of the run refuses; what the environment gives for such an episode is its reward."""
 
 
 def knows(taskset: str) -> bool:
@@ -141,7 +139,7 @@ class VerifiersAgent(_Tasks):
             [] if episode.ok else [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok)]
         )
         for error in failed:
-            if not any(limit in error.message for limit in _LIMITS):
+            if not refused_by_limit(error.message):  # what the environment gives for such an episode is its reward
                 raise RuntimeError(f"{self.name}: {error.type}: {error.message}")
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         if not trained:
