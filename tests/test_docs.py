@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_blocks import BLOCKS, PAGES, ROOT, SNIPPET, Block, of
+from doc_blocks import BLOCKS, EXCHANGED, NOT_RUN, PAGES, ROOT, SNIPPET, Block, exchanged, of
 from installed import skip_without_libraries
 
 TUTORIAL = "docs/tutorial/"
@@ -33,37 +33,6 @@ GSM8K = [
     for n in range(40)
 ]
 """Rows as openai/gsm8k has them."""
-
-EXCHANGED = (
-    (r"Qwen/Qwen2\.5-[\d.]+B-Instruct", "model"),
-    (r'load_rows\("openai/gsm8k", "main"\)', "load_rows(GSM8K)"),
-    (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
-    (r'(?<="runs/counter", )(?=max_steps=)', "num_eval_episodes=2, "),
-    (r"max_steps=(200|256)\b", "max_steps=1"),
-    (r"max_new_tokens=\d+", "max_new_tokens=2"),
-    (r"batches_ahead=1", "batches_ahead=1, max_new_tokens=2"),
-    (r"max_steps=120", "max_steps=1"),
-    (r"members=8", "members=2"),
-    (r"rounds=4", "rounds=1"),
-    (r"num_eval_episodes=256", "num_eval_episodes=2"),
-    (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
-    (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
-    (r"(\w+)\(1[02]00\)", r"\1(20)"),
-    (r"\b600\b", "20"),
-    (r"checkpoint-40", "checkpoint-1"),
-    (r'"runs/demo"', '"runs/guess"'),
-    (r"(?=output_dir=)", 'use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, '),
-)
-"""Patterns in Python blocks, and what takes their place: the model, the Hub's data, lengths, the device."""
-
-NOT_RUN = {
-    r"trainer\.push_to_hub\(\)": "pushes to the Hub; tests/trainers/test_hub.py pushes to a server of its own",
-    r"vllm serve .*": "needs vLLM; tests/on_vllm/test_vllm_server.py starts it with these options",
-    r"with VllmSampler\(.*\n.*": "needs vLLM; tests/on_vllm/test_vllm_eval.py runs it",
-    r"pip install .*": "installs; that the extras exist is checked here",
-    r"make .*": "that the target exists is checked here",
-}
-
 
 PRELUDES = {
     "docs/chaining.md": """
@@ -82,16 +51,6 @@ get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrai
 
 ISOLATED_PROGRAM = "docs/agents.md"
 """A page with a program that only bubblewrap isolates; without it, the page is run as its text says."""
-
-
-def exchanged(text: str) -> str:
-    for pattern in NOT_RUN:
-        text = re.sub(rf"^{pattern}$", "", text, flags=re.M)
-    if "gradient_accumulation_steps" not in text:  # an update is of one group, not of eight
-        text = text.replace("output_dir=", "gradient_accumulation_steps=1, output_dir=")
-    for pattern, instead in EXCHANGED:
-        text = re.sub(pattern, instead, text)
-    return text
 
 
 @pytest.fixture

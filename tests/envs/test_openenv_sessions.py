@@ -13,7 +13,7 @@ pytest.importorskip("openenv.core.harness", reason="OpenEnv is not installed: pi
 import cloudpickle
 from guess_sessions import Guess, Hint, RubricServer
 from openenv.core.env_server import create_fastapi_app
-from test_openenv import serve
+from openenv_server import serve
 
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.agent import CONTEXT_FULL, MAX_TURNS

@@ -15,11 +15,10 @@ pytest.importorskip("uv", reason="the clients of agents are not installed; make 
 pytest.importorskip("verifiers", reason="verifiers is not installed: pip install 'agile-trainers[verifiers]'")
 
 import torch
-from doc_blocks import of
+from doc_blocks import exchanged, of
 from games import make_trainer
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-from test_docs import exchanged
-from test_openenv import serve
+from openenv_server import serve
 
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.libraries.verifiers import VerifiersEnvironment

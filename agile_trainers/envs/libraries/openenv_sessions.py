@@ -37,11 +37,10 @@ class OpenEnvSessions:
     def __init__(
         self, path: str, /, *, harness: Any = None, limits: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._openenv = "openenv.core.harness"
         LIBRARIES["openenv"].load()
-        if importlib.util.find_spec("openenv") is None or importlib.util.find_spec(self._openenv) is None:
-            raise ImportError("openenv.core.harness cannot be imported. Run: pip install 'openenv>=0.4'")
-        openenv = importlib.import_module(self._openenv)
+        if importlib.util.find_spec("openenv") is None or importlib.util.find_spec("openenv.core.harness") is None:
+            raise ImportError("openenv.core.harness cannot be imported. Run: pip install 'agile-trainers[openenv]'")
+        openenv = importlib.import_module("openenv.core.harness")
         named = load_named(path)
         self.factory = named if not callable(named) else named(**kwargs)
         if not hasattr(self.factory, "create"):
@@ -55,7 +54,7 @@ class OpenEnvSessions:
 
     def __call__(self, model: Model, task: Task) -> dict[str, Any]:
         """Play an episode."""
-        play = importlib.import_module(self._openenv).build_harness_rollout_func(
+        play = importlib.import_module("openenv.core.harness").build_harness_rollout_func(
             session_factory=_Seeded(self.factory, task.seed),
             harness_adapter=self.harness,
             model_step_builder=lambda trainer, session: partial(_ask, model),
