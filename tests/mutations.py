@@ -1392,6 +1392,20 @@ MUTATIONS = [
         "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
     ),
     Mutation(
+        "an episode that nothing rewards counts as 0", "step/play.py",
+        "batch.failed |= rewards[own].isnan().all(dim=1)", "batch.failed |= rewards[own].isinf().all(dim=1)",
+        "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "TRL's get_reward without a reward counts as 0", "envs/libraries/trl_tools.py",
+        "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "an interchanged answer has the ids of another", "records/atif.py",
+        'episode[name][turn["start"] : turn["end"]]', 'episode[name][turn["start"] - 1 : turn["end"] - 1]',
+        "tests/viewer/test_atif.py",
+    ),
+    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",

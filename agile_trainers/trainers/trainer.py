@@ -55,6 +55,7 @@ from agile_trainers.config.launch_checks import check_engine
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_own_loss, check_weighs_decisions, skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.libraries.trl_tools import from_environment_factory
 from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
@@ -147,6 +148,7 @@ class MultiTurnTrainer(GRPOTrainer):
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
             rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
+        environment_factory: TRL's name of the same argument, with objects whose methods are tools; needs ``args`` of ours.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
             episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1. Beside
             TRL's arguments they get ``trajectories`` and, where every episode has an instance of its own in this process,
@@ -264,15 +266,17 @@ class MultiTurnTrainer(GRPOTrainer):
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)
+        if environment is None and environment_factory is not None and isinstance(args, MultiTurnConfig):
+            environment = from_environment_factory(environment_factory, tools)
+            environment_factory = tools = None
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.environment = environment
         self.updates = Updates(self)
         setup: RunSetup | None = None
         if environment is None:
             if self.needs_environment:
-                theirs = "trl_environment(...) with the same factory" if environment_factory is not None else "..."
                 raise ValueError(
-                    f"{type(self).__name__} needs an environment: `environment={theirs}`, --environment on the command line."
+                    f"{type(self).__name__} needs an environment: `environment=...`, --environment on the command line."
                 )
             if self.loss is not None:
                 raise ValueError(
@@ -281,8 +285,8 @@ class MultiTurnTrainer(GRPOTrainer):
                 )
             if environment_factory is not None:
                 logger.warning(
-                    "environment_factory makes this TRL's own trainer: no credit per turn, no records of episodes. "
-                    "environment=trl_environment(...) plays the same factory with both."
+                    "environment_factory with TRL's own configuration makes this TRL's own trainer: no credit per turn, no "
+                    f"records of episodes. args={self.config_class.__name__}(...) plays the same factory with both."
                 )
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
