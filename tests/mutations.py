@@ -2710,8 +2710,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the update trains on the groups that were replaced", "step/play.py",
-        "played.batch = self._collator.batch(played.trajectories, added)",
-        "self._collator.batch(played.trajectories, added)",
+        "played.batch = self._batch(played.trajectories, played.rewards)",
+        "self._batch(played.trajectories, played.rewards)",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
