@@ -17,8 +17,8 @@ from openenv_server import serve
 
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.agent import CONTEXT_FULL, MAX_TURNS
+from agile_trainers.evaluation.scripted_policies import PlayedAgent, play_agent
 from agile_trainers.rollout.agents.requests import Refusal
-from agile_trainers.rollout.scripted_policies import PlayedAgent, play_agent
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import cloudpickle
 from agile_trainers.envs import check_environment, make_environment_factory
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.libraries.verifiers import VerifiersEnvironment
+from agile_trainers.evaluation.scripted_policies import play_agent
 from agile_trainers.rollout.agents.requests import Refusal
-from agile_trainers.rollout.scripted_policies import play_agent
 
 SEAT = {"harness": {"id": "asking_harness"}, "runtime": {"type": "subprocess"}}
 

@@ -22,7 +22,7 @@ from openenv_server import serve
 
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.libraries.verifiers import VerifiersEnvironment
-from agile_trainers.rollout.scripted_policies import play_agent
+from agile_trainers.evaluation.scripted_policies import play_agent
 
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
 
