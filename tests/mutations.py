@@ -75,6 +75,7 @@ DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
+DELIVERY = "tests/trainers/test_delivery.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
@@ -598,6 +599,36 @@ MUTATIONS = [
     Mutation(
         "a truncated policy without its temperature", "packing/kept_head.py",
         "logits / self.temperature", "logits", f"{TRUNCATED} -k kl_entropy",
+    ),
+    Mutation(
+        "a policy that arrived late is let through after the first batch", "sampling/mismatch.py",
+        "(played is not None or is_first and conditions.exact)", "is_first and conditions.exact",
+        f"{DELIVERY} -k named_at_its_first_batch",
+    ),
+    Mutation(
+        "rounding taken for another policy", "sampling/delivery.py",
+        "self.near <= LESS * self.far and self._decrease > CERTAIN * self._error", "True", f"{DELIVERY} -k healthy",
+    ),
+    Mutation(
+        "the policy before the last move is the one that is trained", "sampling/delivery.py",
+        'weight.to("cpu", copy=True)', "weight", f"{DELIVERY} -k late",
+    ),
+    Mutation(
+        "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",
+        "with self._playing():\n                self._last", "if True:\n                self._last",
+        f"{DELIVERY} -k snapshot",
+    ),
+    Mutation(
+        "a sampler of one rank that plays another policy is judged by the first rank", "sampling/delivery.py",
+        "gathered[self._farthest]", "gathered[0]", "tests/trainers/test_mismatch_two_processes.py -k named",
+    ),
+    Mutation(
+        "an adapter's layers looked for on the wrong side", "sampling/delivery.py",
+        "int(found[1]) - by", "int(found[1]) + by", f"{DELIVERY} -k other",
+    ),
+    Mutation(
+        "parts of an adapter that have arrived named as missing", "sampling/delivery.py",
+        "share > 0.5 for share", "share < 0.5 for share", f"{DELIVERY} -k part",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",

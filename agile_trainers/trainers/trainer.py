@@ -68,6 +68,7 @@ from agile_trainers.packing.packer import Packer, PackingState, kept_of
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import planned_tokens
+from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
@@ -406,7 +407,8 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic = Critic(args, accelerator, self.packer, self.token_batches, targets_of)
             self._switch_off_noise()
             self.critic.unfreeze(self.model)
-        self.mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, self.sampler.conditions)
+        delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(self.model))
+        self.mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, self.sampler.conditions, delivery)
         self.turn_entropies = TurnEntropies()
         self.token_batches.observers = [
             self.turn_entropies.remember,
@@ -824,6 +826,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _log_probs_of_snapshot(self, batch: TurnBatch, log_probs: BatchLogProbs, version: int) -> None:
         """Score the rows that were scored under the version of the policy that played them."""
         rows = log_probs.scored.nonzero()[:, 0]
+        log_probs.version = version
         with self.snapshots.holding(version):
             log_probs.snapshot = self.log_prob_passes.compute(
                 self._models, batch, old=True, reference=False, rows=rows
@@ -866,8 +869,12 @@ class MultiTurnTrainer(GRPOTrainer):
     def _open_mismatch(self, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.mismatch.open()
+        counted = trained & log_probs.scored[:, None]
+        self.mismatch.delivery.open(
+            lambda: self.log_prob_passes.of_some(self._models, batch, counted),
+            nullcontext if log_probs.version is None else lambda: self.snapshots.holding(log_probs.version),
+        )
         if log_probs.old is not None:
-            counted = trained & log_probs.scored[:, None]
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
             self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
