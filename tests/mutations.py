@@ -602,7 +602,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy that arrived late is let through after the first batch", "sampling/mismatch.py",
-        "(played is not None or is_first and conditions.exact)", "is_first and conditions.exact",
+        "(played is not None or (is_first and conditions.exact))", "(is_first and conditions.exact)",
         f"{DELIVERY} -k named_at_its_first_batch",
     ),
     Mutation(
