@@ -597,6 +597,18 @@ MUTATIONS = [
         "read=None, kept=answer.kept", "read=None", f"{TRUNCATED_RUNS} -k goes_on",
     ),
     Mutation(
+        "tokens that a shorter set does not have, counted as kept", "objectives/kept_sets.py",
+        "there = place < self.sizes[:, None] - 1", "there = place < self.sizes[:, None]", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "the logits of kept tokens without their scale", "packing/kept_head.py",
+        "logits = self._scaled(config, logits if", "logits = (logits if", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "episodes that the caller brought are taken for what the sampler plays", "trainers/trainer.py",
+        "if not given:", "if True:", "tests/trainers/test_on_a_pretended_gpu.py -k padded",
+    ),
+    Mutation(
         "a truncated policy without its temperature", "packing/kept_head.py",
         "logits / self.temperature", "logits", f"{TRUNCATED} -k kl_entropy",
     ),
@@ -611,7 +623,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy before the last move is the one that is trained", "sampling/delivery.py",
-        'weight.to("cpu", copy=True)', "weight", f"{DELIVERY} -k late",
+        'weight.to("cpu", copy=True, non_blocking=True)', "weight", f"{DELIVERY} -k late",
     ),
     Mutation(
         "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",

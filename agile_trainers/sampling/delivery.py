@@ -46,9 +46,10 @@ class Delivery:
         self._accelerator, self._model = accelerator, model
         self._first: Weights | None = None
         self._last: Weights | None = None
+        self._score: Score | None = None
 
     def open(self, score: Score, playing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Start a generation batch.
+        """Start a generation batch that the sampler has played.
 
         Args:
             score: Scores some of its tokens.
@@ -64,12 +65,14 @@ class Delivery:
         return model
 
     def close(self) -> None:
-        """End the batch, and remember its policy."""
-        if (model := self._checked) is not None:
+        """End the batch, if one is open, and remember its policy."""
+        if self._score is not None and (model := self._checked) is not None:
             with self._playing():
-                self._last = {name: weight.to("cpu", copy=True) for name, weight in _policy(model).items()}
+                own = _policy(model).items()
+                # Nobody waits for the device; the copies are read after the next batch.
+                self._last = {name: weight.to("cpu", copy=True, non_blocking=True) for name, weight in own}
             self._first = self._first or self._last
-        del self._score, self._playing
+        self._score = None
 
     def find(self, *, exact: bool, thorough: bool) -> tuple[str, float] | None:
         """Find out what the sampler plays, the same on all ranks, which call it together.
@@ -81,9 +84,10 @@ class Delivery:
             thorough: Try parts of the adapter too: some forward passes for each layer.
 
         Returns:
-            It in words, and the mean difference in nats that is left under it; None if it is none of those that were tried.
+            It in words, and the mean difference in nats that is left under it; None if it is none of those that were tried,
+            or no batch is open.
         """
-        if (model := self._checked) is None:
+        if self._score is None or (model := self._checked) is None:
             return None
         with torch.no_grad(), self._playing():
             trial = _Trial(self._accelerator, model, self._score)

@@ -776,7 +776,8 @@ class MultiTurnTrainer(GRPOTrainer):
     @with_episodes
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         args, models, generation = self.args, self._models, self._step // self.micro_steps_per_generation
-        if isinstance(inputs[0], Trajectory):  # of `update`
+        given = isinstance(inputs[0], Trajectory)  # to `update`
+        if given:
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
@@ -793,7 +794,10 @@ class MultiTurnTrainer(GRPOTrainer):
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         log_probs = log_probs or self._log_probs(batch, played.version, own.advantages)
         output = self._train_batch(batch, own, log_probs, read)
-        self._open_mismatch(batch, log_probs, output.tool_mask > 0)
+        entering = output.tool_mask > 0
+        if not given:  # those may be of an earlier policy
+            self._open_delivery(batch, log_probs, entering)
+        self._open_mismatch(batch, log_probs, entering)
         self._log_batch(generation, played, judged, credit)
         values = None if read is None else read.turn_values
         self.rollout_log.begin(generation, self.state.global_step, played, own.advantages, values)
@@ -869,15 +873,19 @@ class MultiTurnTrainer(GRPOTrainer):
     def _open_mismatch(self, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.mismatch.open()
-        counted = trained & log_probs.scored[:, None]
-        self.mismatch.delivery.open(
-            lambda: self.log_prob_passes.of_some(self._models, batch, counted),
-            nullcontext if log_probs.version is None else lambda: self.snapshots.holding(log_probs.version),
-        )
         if log_probs.old is not None:
+            counted = trained & log_probs.scored[:, None]
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
             self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
+
+    def _open_delivery(self, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor) -> None:
+        """Let the policy that the sampler plays be looked for, should it not be the one that was moved there."""
+        counted, version = trained & log_probs.scored[:, None], log_probs.version
+        self.mismatch.delivery.open(
+            lambda: self.log_prob_passes.of_some(self._models, batch, counted),
+            nullcontext if version is None else lambda: self.snapshots.holding(version),
+        )
 
     def _close_mismatch(self) -> None:
         closed = self.mismatch.close(is_first_step=self.state.global_step == 0)

@@ -51,19 +51,6 @@ def base_answers(trainer: MultiTurnTrainer) -> list[float]:
     return [logprob for output in answers for logprob in output.logprobs]
 
 
-@pytest.mark.parametrize(
-    "filters", [{"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_new_tokens": 2}, {"min_new_tokens": 3}], ids=str
-)
-def test_kept_sets_are_those_that_the_engine_sampled_from(
-    embedded_model: Path, tmp_path: Path, filters: dict[str, Any]
-) -> None:
-    trainer = make_trainer(embedded_model, tmp_path, max_steps=2, **VLLM, **filters)
-    trainer.train()
-    assert max(logs(trainer, f"{MISMATCH}/mean")) < 1e-5
-    for which in ("min", "max"):
-        assert logs(trainer, f"sampling/importance_sampling_ratio/{which}") == pytest.approx([1.0] * 2, abs=1e-3)
-
-
 def test_ten_updates_move_the_adapter_alone(
     embedded_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
