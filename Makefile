@@ -36,7 +36,7 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-newest test-lowest test-vllm test-agents test-launch test-viewer test-isolation wheel check snippets docs-tables panels mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-newest test-lowest test-vllm test-agents test-launch test-viewer test-isolation wheel check snippets docs-tables panels mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning bench-suite gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -154,6 +154,9 @@ bench-granularity: $(VENV)/.installed  ## the units of the advantage seed by see
 
 bench-learning: $(VENV)/.installed $(AGILERL)/.installed  ## from start to success .9, beside TRL's GRPOTrainer and AgileRL; forty minutes, resumable
 	$(RUN) benchmarks/learning.py
+
+bench-suite: $(VENV)/.installed  ## ten multi-turn tasks with the defaults, beside TRL's GRPOTrainer, over seeds; an hour, resumable
+	$(RUN) benchmarks/learning_suite.py
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py

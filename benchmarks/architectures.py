@@ -316,12 +316,18 @@ class Comparing(MultiTurnGRPOTrainer):
 
     scored, trained, tokens = 0.0, 0.0, 0
 
-    def _train_batch(self, batch: Any, *args: Any) -> TrainBatch:
-        output = super()._train_batch(batch, *args)
-        assert output.old_per_token_logps is not None
-        self.scored = self._mismatch(output.old_per_token_logps, output)
-        self.tokens = int((batch.turn_ids >= 0).sum())
-        return output
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        finish = self.batches.finish
+
+        def noted(batch: Any, *given: Any) -> TrainBatch:
+            output = finish(batch, *given)
+            assert output.old_per_token_logps is not None
+            self.scored = self._mismatch(output.old_per_token_logps, output)
+            self.tokens = int((batch.turn_ids >= 0).sum())
+            return output
+
+        self.batches.finish = noted  # type: ignore
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -377,8 +383,9 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
     model = make_model(name, **changes)
     args = MultiTurnGRPOConfig(
         output_dir=str(folder), max_turns=4, max_new_tokens=8, stop_strings=list("aeiou "), num_generations=4,
-        num_iterations=2, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False,
-        use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        vllm_importance_sampling_correction=True,  # the policy is scored before its update
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False, use_cpu=True,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
         log_rollouts=False, optim="sgd", learning_rate=1e-3, seed=3,
         skip_zero_advantage="false",  # every row is scored and trained, also one whose advantage happens to be 0
     )  # fmt: skip

@@ -27,7 +27,6 @@ from forests import Forest, World, error
 
 from agile_trainers.objectives.drift import (
     decision_weights,
-    dppo_mask,
     drift_weights,
 )
 from agile_trainers.objectives.returns import discounted_returns, gae
@@ -99,9 +98,10 @@ def weighted(drift: Drift, mode: str | None, bound: float | None) -> torch.Tenso
     advantages = spread_to_tokens(discounted_returns(rewards, happened, 1.0) - baselines, turn_ids)
     if mode is None:
         return advantages
-    if mode == "dppo_mask":
+    if mode == "dppo_mask":  # https://huggingface.co/papers/2602.04879, equations 11 to 13; see docs/own_loss.md
         ours, theirs = drift.log_probs
-        kept = dppo_mask(ours, theirs, advantages, mask, bound or 0.0)
+        further = ours.float().exp() - theirs.float().exp()
+        kept = mask & ~((further.abs() > (bound or 0.0)) & (further * advantages > 0))
         return advantages * kept * drift_weights(ratio, mask, turn_ids, "token_truncate")
     return advantages * drift_weights(ratio, mask, turn_ids, mode, bound)
 

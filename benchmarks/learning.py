@@ -29,16 +29,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from agilerl_gradients import AGILERL
-from learning_side import GROUP, REPEATS, STARTS
+from learning_tasks import EVERY
 from matplotlib.figure import Figure
 from transformers import PrinterCallback
 from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
-from agile_environments.guess_number import demonstrations
-from agile_environments.probes import PROBES
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.scripted_policies import ScriptedPolicy, demonstrate
+from agile_trainers.envs.scripted_policies import ScriptedPolicy, demonstrate, known_policies
 
 RESULTS = ROOT / "benchmarks/results/learning.jsonl"
 PAGE = ROOT / "benchmarks/results/learning.md"
@@ -52,13 +50,13 @@ GOAL = 0.9
 BUDGETS = {"conditional": 4032, "delayed": 8640, "guess_number": 7680}
 """Episodes after which a training ends in any case."""
 TASKS = tuple(BUDGETS)
+OPTIONS = {"ours": {"advantage_granularity": "trajectory", "num_iterations": 1}}
+"""Options of a side with which it does what the others do; ``learning_suite.py`` trains with the defaults."""
 TUNING = 3
 """The seed by which a learning rate is chosen."""
 SEEDS = (0, 1, 2)
 RATES = (1e-2, 3e-3)
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-SFT = {"guess_number": 250, "conditional": 150, "delayed": 150}
-"""Supervised updates of 32 games. Legal random play of guess-the-number, answers of the probes of which half are right."""
 SLOWEST = 900.0
 """Seconds after which a training is ended."""
 Run = dict[str, Any]
@@ -66,7 +64,7 @@ Run = dict[str, Any]
 
 def rollout_size(task: str) -> int:
     """Return the episodes of a rollout: a group from each start state, or two."""
-    return len(STARTS[task]) * REPEATS[task] * GROUP
+    return EVERY[task].episodes
 
 
 def base(task: str, seed: int) -> Path:
@@ -74,15 +72,14 @@ def base(task: str, seed: int) -> Path:
     folder = BASES / f"{task}-{seed}"
     if (folder / "done").is_file():
         return folder
-    count = SFT[task] * 32
-    if task == "guess_number":
-        rows = demonstrations(count, seed=seed * count)
-    else:
-        probe = PROBES[task].factory()
-        rows = demonstrate(probe, _half_right(probe.scripted_policies()), range(seed * count, (seed + 1) * count))
+    game = EVERY[task]
+    count = game.taught * 32
+    environment = game.make(0)
+    policy = game.teacher or _mixture(known_policies(environment), game.expert)
+    rows = demonstrate(environment, policy, range(seed * count, (seed + 1) * count))
     words = words_of(rows, "invalid", "correct", "end")
     untrained = make_embedded_model(folder / "untrained", words=words, max_position_embeddings=512, seed=seed)
-    trainer = sft_trainer(untrained, rows, folder, seed=seed, max_steps=SFT[task])
+    trainer = sft_trainer(untrained, rows, folder, seed=seed, max_steps=game.taught)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     trainer.save_model()
@@ -90,8 +87,8 @@ def base(task: str, seed: int) -> Path:
     return folder
 
 
-def _half_right(policies: dict[str, ScriptedPolicy]) -> ScriptedPolicy:
-    return lambda messages, rng: policies["expert" if rng.random() < 0.5 else "random"](messages, rng)
+def _mixture(policies: dict[str, ScriptedPolicy], expert: float) -> ScriptedPolicy:
+    return lambda messages, rng: policies["expert" if rng.random() < expert else "random"](messages, rng)
 
 
 def run(side: str, task: str, rate: float, seed: int, budget: int) -> Run:
@@ -107,7 +104,7 @@ def run(side: str, task: str, rate: float, seed: int, budget: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         training = {
             "task": task, "rate": rate, "seed": seed, "episodes": size, "budget": budget // size * size,
-            "model": str(base(task, seed)), "folder": folder, "lora": LORA, "goal": GOAL,
+            "model": str(base(task, seed)), "folder": folder, "lora": LORA, "goal": GOAL, "options": OPTIONS.get(side, {}),
         }  # fmt: skip
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         core = str(max(os.sched_getaffinity(0)))

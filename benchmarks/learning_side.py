@@ -1,4 +1,4 @@
-"""One training of ``learning.py``, in a process of its own: ours, TRL's or AgileRL's, from start to success .9.
+"""One training of ``learning.py`` or ``learning_suite.py``, in a process of its own: ours, TRL's or AgileRL's.
 
 ``python learning_side.py SIDE TRAINING`` takes a JSON object and prints one as its last line. Each side imports what it
 needs and nothing more. All play the same classes of environments, which import the standard library alone.
@@ -11,47 +11,41 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 BORN = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agile_environments.probes import PROBES
-from environments.guess_number import GuessNumber
+from learning_tasks import EVERY, GROUP
 
 WINDOW = 3
 """Rollouts over which success is averaged."""
-GROUP = 8
-STARTS = {
-    "guess_number": [{"secret": secret} for secret in range(1, 13)],
-    "conditional": [{"start": start} for start in range(7)],
-    "delayed": [{"start": start} for start in range(27)],
-}
-"""Options of ``reset`` for each start state of a task: the rows of the data set."""
-REPEATS = {"guess_number": 1, "conditional": 2, "delayed": 1}
-"""Groups of a rollout that begin in the same state."""
-TURNS = {"guess_number": 4, "conditional": 1, "delayed": 3}
-NEW_TOKENS = {"guess_number": 2, "conditional": 1, "delayed": 1}
+
+_NUMBERS = count()
+"""Numbers of the environments of a training."""
 
 
 class Scored:
     """An environment that adds the success of each episode to a list at its end.
 
     Args:
-        task: Name of a probe, or ``guess_number``.
+        task: Name of a task.
         outcomes: The list, which all environments of a training share.
+        begun: Gets the options of ``reset`` of the same episodes.
     """
 
-    def __init__(self, task: str, outcomes: list[bool]):
-        self._game: Any = GuessNumber() if task == "guess_number" else PROBES[task].factory()
-        self._outcomes = outcomes
+    def __init__(self, task: str, outcomes: list[bool], begun: list[Any] | None = None):
+        self._outcomes, self._begun = outcomes, [] if begun is None else begun
+        self._game: Any = EVERY[task].make(next(_NUMBERS))
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode; the seed chooses the start state."""
+        self._options = options
         return self._game.reset(seed, options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -59,6 +53,7 @@ class Scored:
         observation, reward, terminated, truncated, info = self._game.step(action)
         if terminated or truncated:
             self._outcomes.append(bool(info["success"]))
+            self._begun.append(self._options)
         return observation, reward, terminated, truncated, info
 
 
@@ -73,12 +68,25 @@ class Progress:
 
     def __init__(self, episodes: int, goal: float, budget: int):
         self.outcomes: list[bool] = []
+        self.begun: list[Any] = []
         self._episodes, self._goal, self._budget = episodes, goal, budget
+
+    def forget(self) -> None:
+        """Forget all episodes."""
+        self.outcomes.clear()
+        self.begun.clear()
 
     def curve(self) -> list[float]:
         """Return the success of each rollout."""
         size = self._episodes
         return [sum(self.outcomes[i : i + size]) / size for i in range(0, len(self.outcomes) - size + 1, size)]
+
+    def by_start(self, rows: Sequence[Any], rollouts: int) -> list[float | None]:
+        """Return the success of each start state over the last rollouts; None where none began."""
+        last = rollouts * self._episodes
+        pairs = list(zip(self.begun, self.outcomes, strict=True))[-last:]
+        found = [[success for begun, success in pairs if begun == row] for row in rows]
+        return [round(sum(one) / len(one), 3) if one else None for one in found]
 
     def arrived(self) -> bool:
         """Return True if the goal is reached."""
@@ -94,13 +102,12 @@ def _arguments(folder: str, episodes: int, budget: int, rate: float, seed: int) 
     """Arguments that ours and TRL's share."""
     return {
         "output_dir": folder,
-        "max_steps": budget // episodes,
+        "max_steps": 16 * budget // episodes,  # the budget ends it
         "per_device_train_batch_size": episodes,
         "gradient_accumulation_steps": 1,
         "num_generations": GROUP,
         "learning_rate": rate,
         "lr_scheduler_type": "constant",
-        "scale_rewards": "group",
         "seed": seed,
         "bf16": False,
         "use_cpu": True,
@@ -117,7 +124,7 @@ def _stopping(progress: Progress) -> Any:
 
     class Stop(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            progress.outcomes.clear()  # an episode that ours plays when it is made, to try the environment
+            progress.forget()  # an episode that ours plays when it is made, to try the environment
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = progress.ended()
@@ -127,28 +134,27 @@ def _stopping(progress: Progress) -> Any:
 
 def ours(
     task: str, model: str, folder: str, lora: dict[str, Any], progress: Progress, imported: Callable[[], None],
-    **common: Any,
-) -> None:  # fmt: skip
-    """Train with ``MultiTurnGRPOTrainer``."""
+    options: dict[str, Any], **common: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train with ``MultiTurnGRPOTrainer``, and return its log."""
     from datasets import Dataset
     from peft import LoraConfig
 
     from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
     imported()
-    MultiTurnGRPOTrainer(
+    game = EVERY[task]
+    limits = {"max_turns": game.turns, "max_new_tokens": game.new_tokens}
+    trainer = MultiTurnGRPOTrainer(
         model=model,
-        environment=lambda: Scored(task, progress.outcomes),
-        args=MultiTurnGRPOConfig(
-            **_arguments(folder, **common),
-            advantage_granularity="trajectory",  # TRL's
-            max_turns=TURNS[task],
-            max_new_tokens=NEW_TOKENS[task],
-        ),
-        train_dataset=Dataset.from_list(STARTS[task] * REPEATS[task]),
+        environment=lambda: Scored(task, progress.outcomes, progress.begun),
+        args=MultiTurnGRPOConfig(**_arguments(folder, **common) | limits | options),
+        train_dataset=Dataset.from_list(list(game.rows)),
         peft_config=LoraConfig(**lora, task_type="CAUSAL_LM"),
         callbacks=[_stopping(progress)],
-    ).train()
+    )
+    trainer.train()
+    return trainer.state.log_history
 
 
 class Rollout:
@@ -161,23 +167,23 @@ class Rollout:
     """
 
     def __init__(self, task: str, progress: Progress, episodes: int):
-        self._environments = [Scored(task, progress.outcomes) for _ in range(episodes)]
-        self._new_tokens = NEW_TOKENS[task]
+        self._environments = [Scored(task, progress.outcomes, progress.begun) for _ in range(episodes)]
+        self._rows, self._new_tokens = EVERY[task].rows, EVERY[task].new_tokens
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Play an episode for each prompt, which is the environment's seed."""
+        """Play an episode for each prompt, which is the number of a start state."""
         import torch
         from trl.models.utils import unwrap_model_for_generation
 
         with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
             model.eval()
-            played = self._play(model, trainer.processing_class, [int(seed) for seed in prompts])
+            played = self._play(model, trainer.processing_class, [int(prompt) for prompt in prompts])
             model.train()
         return played
 
-    def _play(self, model: Any, tokenizer: Any, seeds: list[int]) -> dict[str, Any]:
-        games = list(zip(self._environments, seeds, strict=True))
-        firsts = [game.reset(seed)[0] for game, seed in games]
+    def _play(self, model: Any, tokenizer: Any, starts: list[int]) -> dict[str, Any]:
+        games = list(zip(self._environments, starts, strict=True))
+        firsts = [game.reset(None, self._rows[start])[0] for game, start in games]
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": first}], add_generation_prompt=True, return_dict=False
@@ -223,7 +229,7 @@ class Rollout:
 
 def trl(
     task: str, model: str, folder: str, lora: dict[str, Any], progress: Progress, imported: Callable[[], None],
-    **common: Any,
+    options: dict[str, Any], **common: Any,
 ) -> None:  # fmt: skip
     """Train with TRL's ``GRPOTrainer``."""
     from datasets import Dataset
@@ -235,12 +241,12 @@ def trl(
     def episode_return(episode_return: list[float], **_: Any) -> list[float]:
         return episode_return
 
-    seeds = range(common["episodes"] // GROUP)  # each start state as often
+    starts = range(len(EVERY[task].rows))
     GRPOTrainer(
         model=model,
         reward_funcs=episode_return,
-        args=GRPOConfig(**_arguments(folder, **common), disable_dropout=True),
-        train_dataset=Dataset.from_dict({"prompt": [str(seed) for seed in seeds]}),
+        args=GRPOConfig(**_arguments(folder, **common) | {"disable_dropout": True} | options),
+        train_dataset=Dataset.from_dict({"prompt": [str(start) for start in starts]}),
         peft_config=LoraConfig(**lora, task_type="CAUSAL_LM"),
         rollout_func=Rollout(task, progress, common["episodes"]),
         callbacks=[_stopping(progress)],
@@ -253,7 +259,7 @@ class _Ended(Exception):
 
 def agilerl(
     task: str, model: str, folder: str, lora: dict[str, Any], progress: Progress, imported: Callable[[], None],
-    episodes: int, budget: int, rate: float, seed: int,
+    options: dict[str, Any], episodes: int, budget: int, rate: float, seed: int,
 ) -> None:  # fmt: skip
     """Train with AgileRL's ``GRPO`` and ``train_llm_rollout``, with the cheapest of its settings for this."""
     from agilerl_side import make_agent  # it sets a switch of AgileRL
@@ -266,7 +272,7 @@ def agilerl(
 
     imported()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    turns = TURNS[task]
+    turns = EVERY[task].turns
     agent = make_agent(
         "GRPO",
         model,
@@ -277,10 +283,11 @@ def agilerl(
         group_size=GROUP,
         micro_batch_size_per_gpu=episodes,
         mini_batch_size=episodes,
-        max_output_tokens=NEW_TOKENS[task],
+        max_output_tokens=EVERY[task].new_tokens,
         max_model_len=256,
         max_grad_norm=1.0,
         top_k=0,
+        **options,
     )
     learn = agent.learn
 
@@ -304,7 +311,7 @@ def agilerl(
         )
 
 
-SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": trl, "AgileRL": agilerl}
+SIDES: dict[str, Callable[..., Any]] = {"ours": ours, "TRL": trl, "AgileRL": agilerl}
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def letters(completions: list[Any], **_: Any) -> list[float]:
 NUMBERS = Dataset.from_dict({"number": list(range(12))})
 PROMPTS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"say {n}"}] for n in range(8)]})
 MIXED: dict[str, Any] = {
-    "environment": {"chatter": Chatter, "short": Short}, "environment_weights": {"chatter": 2, "short": 1},
+    "environment": {"chatter": Chatter, "short": Short},
     "environment_limits": {"short": {"max_turns": 1, "max_new_tokens": 3}},
 }  # fmt: skip
 REPLACED: dict[str, Any] = {

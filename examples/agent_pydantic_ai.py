@@ -26,7 +26,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from agile_environments.archive import careless_policy, draw_register, expert_policy
 from agile_trainers.embedded import make_embedded_model, sft_trainer, texts_of
 from agile_trainers.envs.agent import Agent, Model, Task
-from agile_trainers.rollout.scripted_policies import demonstrate_agent
+from agile_trainers.evaluation.scripted_policies import demonstrate_agent
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message
 

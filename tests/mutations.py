@@ -62,6 +62,7 @@ TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
+FIRST_PASS = "tests/trainers/test_first_pass.py"
 FORESTS = "tests/trainers/test_paths.py"
 OWN_LOSS = "tests/trainers/test_own_loss.py"
 VIEWER = "tests/viewer/test_page.py"
@@ -116,7 +117,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that fails leaves its bar", "trainers/trainer.py",
-        "close_tables(self)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
+        "close_tables(self.callback_handler)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
     ),
     Mutation(
         "a row is longer than its width", "monitor/table_rows.py",
@@ -660,8 +661,8 @@ MUTATIONS = [
         f"{STARTS} -k starts",
     ),
     Mutation(
-        "TRL's reference decomposes the base again", "trainers/trainer.py",
-        "plain_copies(inputs.model), named:", "named:", f"{STARTS} -k already",
+        "TRL's reference decomposes the base again", "trainers/load_adapter.py",
+        "plain_copies(model), named:", "named:", f"{STARTS} -k already",
     ),
     Mutation(
         "the sampler's probability over the trainer's", "objectives/mismatch.py",
@@ -716,7 +717,7 @@ MUTATIONS = [
         f"{DRIFT_OPTIONS} -k ppo_is_exact",
     ),
     Mutation(
-        "credit comes before the weights of rewards", "trainers/trainer.py",
+        "credit comes before the weights of rewards", "step/batch.py",
         "weighs = args.drift_correction == DECISION and played.version is not None", "weighs = False",
         f"{DRIFT_OPTIONS} -k grpo_is_exact",
     ),
@@ -729,15 +730,6 @@ MUTATIONS = [
     Mutation(
         "rewards are weighted without the bound", "step/drift.py",
         "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
-    ),
-    Mutation(
-        "DPPO's tokens that are left out are trained", "step/drift.py",
-        '"token_truncate") * (trained | ~mask)', '"token_truncate")', f"{DRIFT_OPTIONS} -k brute_force",
-    ),
-    Mutation(
-        "DPPO's ratios have a bound", "step/drift.py",
-        'turn_ids, "token_truncate")', 'turn_ids, "token_truncate", args.drift_clip_max)',
-        f"{DRIFT_OPTIONS} -k brute_force",
     ),
     Mutation(
         "a rule of one's own passes for one that weighs", "trainers/trainer.py",
@@ -760,10 +752,6 @@ MUTATIONS = [
     Mutation(
         "weights per decision without their bound", "objectives/drift.py",
         "weights if clip_max is None else weights.clamp(max=clip_max)", "weights", DRIFT,
-    ),
-    Mutation(
-        "a mask of tokens that move back", "objectives/drift.py",
-        "(moved * advantages > 0)", "(moved * advantages < 0)", DRIFT,
     ),
     Mutation(
         "the divergence of prox from the snapshot", "objectives/drift.py",
@@ -947,22 +935,23 @@ MUTATIONS = [
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[two-steps-tokens]",
     ),
     Mutation(
-        "a pass divides by its own episodes", "trainers/trainer.py",
-        "output.denominator, whole, self.args", "output.denominator, part.batch, self.args",
+        "a pass divides by its own episodes", "step/loss.py",
+        "output.denominator, whole, args", "output.denominator, part.batch, args",
         f"{OWN_LOSS}::test_grpo_as_a_loss_of_its_own_is_trls[episodes-none]",
     ),
     Mutation(
-        "accumulated micro-batches of an own loss are summed", "trainers/trainer.py",
-        "accumulation, processes = self.current_gradient_accumulation_steps,", "accumulation, processes = 1,",
+        "accumulated micro-batches of an own loss are summed", "step/loss.py",
+        "accumulation=accumulation, processes=processes\n    )\n    return total",
+        "accumulation=1, processes=processes\n    )\n    return total",
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[accumulated-constant]",
     ),
     Mutation(
-        "a loss over the micro-batch is split", "trainers/trainer.py",
-        "loss_needs=None if self.loss is None else self.loss_needs", "loss_needs=None", f"{OWN_LOSS} -k never_split",
+        "a loss over the micro-batch is split", "trainers/setup.py",
+        "loss_needs=None if trainer.loss is None else trainer.loss_needs", "loss_needs=None", f"{OWN_LOSS} -k never_split",
     ),
     Mutation(
-        "an own loss never sees episodes without advantage", "trainers/trainer.py",
-        "return self.args.skip_zero_advantage is True", "return True", f"{OWN_LOSS} -k left_out_only",
+        "an own loss never sees episodes without advantage", "trainers/setup.py",
+        "skips = args.skip_zero_advantage is True if", "skips = True if", f"{OWN_LOSS} -k left_out_only",
     ),
     Mutation(
         "an own loss gets no old policy", "step/loss.py",
@@ -1001,9 +990,26 @@ MUTATIONS = [
         "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
-        "the critic learns while it is read in the first of two epochs alone", "trainers/trainer.py",
-        "self.is_in_train and self.num_iterations == 1 and", "self.is_in_train and",
+        "the critic learns while it is read in the first of two epochs alone", "step/critic.py",
+        "            self.learned &= drawn  # a further pass over the batch reads the critic anew\n", "",
         "tests/trainers/test_ppo_learned.py -k used_up",
+    ),
+    Mutation(
+        "a second update compares with the policy that it starts from", "trainers/trainer.py",
+        'inputs["old_per_token_logps"] = first.log_probs', "pass", f"{FIRST_PASS} -k pass_before",
+    ),
+    Mutation(
+        "the rows of a pass are stored in the order of the passes", "step/loss.py",
+        "(batch.episodes[:, None] == self._whole.episodes).int().argmax(dim=1)", "torch.arange(len(log_probs))",
+        f"{FIRST_PASS} -k find_their_place",
+    ),
+    Mutation(
+        "a batch of several optimizer steps takes the old policy from its last", "step/batch.py",
+        "return first_is_one and not is_noisy(model)", "return True", f"{FIRST_PASS} -k split_into_updates",
+    ),
+    Mutation(
+        "a pass with dropout gives the old policy", "step/batch.py",
+        "first_is_one and not is_noisy(model)", "first_is_one", f"{FIRST_PASS} -k dropout",
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
@@ -1023,8 +1029,8 @@ MUTATIONS = [
         "vars(of).update(state)", "None", "tests/trainers/test_out_of_memory.py -k undone",
     ),
     Mutation(
-        "the sums of an attempt that ran out of memory stay in the critic", "trainers/trainer.py",
-        "            self.critic.remember,\n", "", "tests/trainers/test_out_of_memory.py -k put_back",
+        "the sums of an attempt that ran out of memory stay in the critic", "trainers/setup.py",
+        "        critic.remember,\n", "", "tests/trainers/test_out_of_memory.py -k put_back",
     ),
     Mutation(
         "the highest difference of an attempt that ran out of memory counts", "sampling/mismatch.py",
@@ -1308,8 +1314,8 @@ MUTATIONS = [
         "(cells % mask.size(1)).clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",
     ),
     Mutation(
-        "a resumed run forgets what it found out about packing", "trainers/trainer.py",
-        "self.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
+        "a resumed run forgets what it found out about packing", "trainers/setup.py",
+        "parts.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
     ),
     Mutation(
         "packed rows that differ are used", "packing/packer.py",
@@ -1516,14 +1522,6 @@ MUTATIONS = [
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "a merged adapter counts twice", "adapters/fused.py",
-        "layer._disable_adapters = True", "layer._disable_adapters = False", "tests/adapters/test_rollout_weights.py",
-    ),
-    Mutation(
-        "an adapter stays off after a rollout", "adapters/fused.py",
-        "            layer._disable_adapters = False", "            pass", "tests/adapters/test_rollout_weights.py",
-    ),
-    Mutation(
         "vLLM's cache gets the bytes of its activations", "rollout/generators/checks.py",
         "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
     ),
@@ -1539,11 +1537,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a closed trainer keeps its environments", "trainers/trainer.py",
-        "closing.callback(pool.close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
+        "self._resources.callback(close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
     ),
     Mutation(
-        "a trainer that fails keeps what it has begun", "trainers/trainer.py",
-        "            trainer.close()\n            raise", "            raise",
+        "a trainer that fails keeps what it has begun", "trainers/setup.py",
+        "            self.close()\n            raise", "            raise",
         "tests/trainers/test_closing.py -k fails_holds",
     ),
     Mutation(
@@ -1859,7 +1857,7 @@ MUTATIONS = [
         "error <= 1.25 * spread", "error <= 0", DIAGNOSIS,
     ),
     Mutation(
-        "prompts are taken for answers", "objectives/prompt_information.py",
+        "prompts are taken for answers", "monitor/health_checks.py",
         "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{HEALTH} -k prompt_information",
     ),
     Mutation(
@@ -1867,8 +1865,8 @@ MUTATIONS = [
         "values[self._taken.get(name, 0) :]", "values", f"{HEALTH} -k taken_once",
     ),
     Mutation(
-        "a resumed run forgets its diagnosis", "trainers/trainer.py",
-        "self.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
+        "a resumed run forgets its diagnosis", "trainers/setup.py",
+        "parts.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",
@@ -1885,8 +1883,9 @@ MUTATIONS = [
         "_zero(module, _NOISE)", "pass", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
-        "the critic's adapter has dropout", "trainers/trainer.py",
-        "            self._switch_off_noise()\n            self.critic.unfreeze(", "            self.critic.unfreeze(",
+        "the critic's adapter has dropout", "trainers/setup.py",
+        "        _switch_off_noise(args, accelerator, policy, trainer.ref_model)\n        critic.unfreeze(",
+        "        critic.unfreeze(",
         f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
@@ -2214,13 +2213,13 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k order",
     ),
     Mutation(
-        "an evaluation plays in the open rollout's pool", "trainers/trainer.py",
-        "self.engine.beside() if args.batches_ahead else self.engine", "self.engine",
+        "an evaluation plays in the open rollout's pool", "trainers/setup.py",
+        "engine.beside() if args.batches_ahead else engine", "engine",
         "tests/trainers/test_batches_ahead.py -k stays",
     ),
     Mutation(
-        "checkpoints forget the batches ahead", "trainers/trainer.py",
-        "None if self.rollouts.ahead is None else self.rollouts.ahead.state()", "None",
+        "checkpoints forget the batches ahead", "trainers/setup.py",
+        "None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()", "None",
         "tests/trainers/test_batches_ahead.py -k killed",
     ),
     Mutation(
@@ -2234,7 +2233,7 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k weighed",
     ),
     Mutation(
-        "a background rollout's error is lost", "rollout/background.py",
+        "a background rollout's error is lost", "step/ahead.py",
         "            raise self._error\n", "            pass\n", "tests/rollout/test_background.py -k error",
     ),
     Mutation(
@@ -2449,12 +2448,12 @@ MUTATIONS = [
         f"{MIXTURE} -k depends_on",
     ),
     Mutation(
-        "the first groups of a batch play the first environment", "rollout/mixture.py",
+        "the first groups of a batch play the first environment", "rollout/seeds.py",
         'drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]',
         'drawn[np.searchsorted(ends[:-1], points, side="right")]', f"{MIXTURE} -k every_share",
     ),
     Mutation(
-        "an environment's share of a batch is never rounded up", "rollout/mixture.py",
+        "an environment's share of a batch is never rounded up", "rollout/seeds.py",
         "(np.arange(count) + random.random())", "np.arange(count)", f"{MIXTURE} -k every_share",
     ),
     Mutation(
@@ -2462,7 +2461,7 @@ MUTATIONS = [
         "chosen = mask & (sets == one)[:, None]", "chosen = mask", f"{MIXTURE} -k normalized_within",
     ),
     Mutation(
-        "reset gets the column that names the environment", "rollout/mixture.py",
+        "reset gets the column that names the environment", "rollout/seeds.py",
         "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
     ),
     Mutation(
@@ -2500,6 +2499,35 @@ MUTATIONS = [
     Mutation(
         "rows of a panel are in another order", "evaluation/panels.py",
         "(place := _first(hashes, panel.rows)) is not None:", "False:", f"{PANELS} -k rows_of",
+    ),
+    Mutation(
+        "a panel whose starts were taken out is played", "evaluation/panels.py",
+        "if begins != (panel.starts is not None) or begins != (_PARTS[0] in panel.repeats):", "if False:",
+        f"{PANELS} -k taken_out",
+    ),
+    Mutation(
+        "modules that an environment imports are no part of its version", "evaluation/panels.py",
+        "waiting += _imported(name, Path(file).resolve(), found[name])", "pass", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "installed libraries below a project are part of a panel", "evaluation/panels.py",
+        '{"site-packages", "dist-packages"} & set(folder.parts) or not', "not", f"{PANELS} -k imports_from_its",
+    ),
+    Mutation(
+        "an environment of a panel changes while it is played", "cli/eval/command.py",
+        "            check_starts(panel, tasks[0].factory, tasks[0].rows)\n", "            pass\n", f"{PANELS} -k while_it",
+    ),
+    Mutation(
+        "a history's source is no part of results on a panel", "cli/eval/command.py",
+        'if not one.startswith("agile_trainers")})', "if not one})", f"{PANELS} -k history",
+    ),
+    Mutation(
+        "a result is compared with its copy, and it is not said", "evaluation/panels.py",
+        "if all(one.played == its.played for one, its in pairs):", "if False:", f"{PANELS} -k equal_episodes",
+    ),
+    Mutation(
+        "other prompts on a panel are not named", "evaluation/panels.py",
+        "sum(one.prompt != its.prompt for one, its in pairs)", "0", f"{PANELS} -k equal_episodes",
     ),
     Mutation(
         "greedy evaluation samples", "evaluation/policy.py",
@@ -2676,7 +2704,7 @@ MUTATIONS = [
         "return (self._observed - self._informative + 1) / (self._observed + 2)", f"{TASKS}::test_adaptive_rows",
     ),
     Mutation(
-        "evenly spaced draws meet tasks in the order of rows", "rollout/mixture.py",
+        "evenly spaced draws meet tasks in the order of rows", "rollout/seeds.py",
         "drawn = random.permutation(np.flatnonzero(weights))", "drawn = np.flatnonzero(weights)",
         f"{TASKS} -k regular_order",
     ),
@@ -2704,8 +2732,8 @@ MUTATIONS = [
         "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "credit of the rewards before the penalty is reused", "trainers/trainer.py",
-        'read is not None or weights is not None or self.args.kl_placement == "reward":',
+        "credit of the rewards before the penalty is reused", "step/batch.py",
+        'read is not None or weights is not None or self._args.kl_placement == "reward":',
         "read is not None or weights is not None:",
         "tests/trainers/test_kl_placement.py -k reused",
     ),
@@ -2725,7 +2753,7 @@ MUTATIONS = [
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "credit is computed again after groups were replaced", "trainers/trainer.py",
+        "credit is computed again after groups were replaced", "step/batch.py",
         "if judged is None or read is not None", "if True or read is not None",
         f"{TASKS}::test_credit_is_computed_once_for_each_time_that_groups_are_played",
     ),
@@ -2846,13 +2874,13 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k starts_from",
     ),
     Mutation(
-        "every call of a conversation is a demonstration", "rollout/scripted_policies.py",
+        "every call of a conversation is a demonstration", "evaluation/scripted_policies.py",
         "if not any(_goes_on(later, call) for later in calls[place + 1 :]):",
         "if True:",
         "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
-        "policies of agents draw without the seed", "rollout/scripted_policies.py",
+        "policies of agents draw without the seed", "evaluation/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
         "tests/rollout/agents/test_scripted_policies.py -k by_the_seed",
@@ -3055,12 +3083,12 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
-        "an activity that began anew counts from there", "rollout/busy.py",
+        "an activity that began anew counts from there", "rollout/environment_pool.py",
         "            if not self._active:\n                self._since", "            if True:\n                self._since",
         "tests/rollout/test_busy.py",
     ),
     Mutation(
-        "what went on before counts again", "rollout/busy.py",
+        "what went on before counts again", "rollout/environment_pool.py",
         "                self._since = now\n", "", "tests/rollout/test_busy.py",
     ),
     Mutation(

@@ -14,7 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import learning
-from learning_side import STARTS, TURNS, Progress, Scored
+from learning_side import Progress, Scored
+from learning_tasks import EVERY
 
 from agile_trainers.embedded import make_embedded_model, words_of
 
@@ -69,24 +70,30 @@ def test_arriving_takes_three_rollouts_in_a_row() -> None:
     assert not Progress(10, 0.9, 20).ended()
 
 
-@pytest.mark.parametrize("task", STARTS)
+@pytest.mark.parametrize("task", learning.TASKS)
 def test_seeds_name_the_same_start_states_as_rows(task: str) -> None:
     """The sides that play seeds begin like those that play rows, each state as often."""
-    by_seed = [Scored(task, []).reset(seed)[0] for seed in range(len(STARTS[task]))]
-    assert by_seed == [Scored(task, []).reset(None, row)[0] for row in STARTS[task]]
+    rows = EVERY[task].rows
+    by_seed = [Scored(task, []).reset(seed)[0] for seed in range(len(rows))]
+    assert by_seed == [Scored(task, []).reset(None, row)[0] for row in rows]
 
 
 def test_an_episode_is_counted_at_its_end() -> None:
-    outcomes: list[bool] = []
-    game = Scored("guess_number", outcomes)
+    progress = Progress(1, 0.9, 10)
+    outcomes = progress.outcomes
+    game = Scored("guess_number", outcomes, progress.begun)
     game.reset(None, {"secret": 3})
     game.step("5")
     assert outcomes == []
     game.step("3")
     game.reset(None, {"secret": 3})
-    for _ in range(TURNS["guess_number"]):
+    for _ in range(EVERY["guess_number"].turns):
         game.step("12")
     assert outcomes == [True, False]
+    assert progress.by_start([{"secret": 2}, {"secret": 3}], 2) == [None, 0.5]
+    assert progress.by_start([{"secret": 3}], 1) == [0.0]  # of the last rollout
+    progress.forget()
+    assert progress.curve() == [] and progress.begun == []
 
 
 @pytest.mark.slow
@@ -96,7 +103,7 @@ def test_a_training_in_a_process_of_its_own(side: str, tmp_path: Path) -> None:
     model = make_embedded_model(tmp_path / "model", words=words_of(rows), max_position_embeddings=512)
     training = {
         "task": "delayed", "rate": 0.01, "seed": 0, "episodes": 216, "budget": 432, "model": str(model), "goal": 0.9,
-        "folder": str(tmp_path / "run"), "lora": learning.LORA,
+        "folder": str(tmp_path / "run"), "lora": learning.LORA, "options": learning.OPTIONS.get(side, {}),
     }  # fmt: skip
     command = [sys.executable, str(learning.SIDE), side, json.dumps(training)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

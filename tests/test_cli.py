@@ -192,7 +192,7 @@ def test_several_environments_come_from_yaml_or_json(embedded_model: Path, tmp_p
     options = {
         "environment": SEVERAL, "environment_args": {"guess": {"level": "easy"}},
         "environment_limits": {"guess": {"max_turns": 2}, "other": {"max_turns": 1}},
-        "environment_weights": {"guess": 1, "other": 1.0}, "max_new_tokens": 2,
+        "max_new_tokens": 2,
     }  # fmt: skip
     path = tmp_path / "several.yaml"
     path.write_text(SHARED + yaml.safe_dump(options), encoding="utf-8")
@@ -203,10 +203,7 @@ def test_several_environments_come_from_yaml_or_json(embedded_model: Path, tmp_p
     parsed = [train.make_parser("grpo").parse_args_and_config([*model, *way]) for way in ways]
     for script, args, *_ in parsed:
         assert (script.environment, script.environment_args) == (SEVERAL, options["environment_args"])
-        assert args.environment_limits == options["environment_limits"] and args.environment_weights == {
-            "guess": 1.0,
-            "other": 1.0,
-        }
+        assert args.environment_limits == options["environment_limits"]
     output = ["--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "1"]
     assert main(["grpo", *model, *ways[1], *output]) == 0
     episodes = recorded(tmp_path / "run")

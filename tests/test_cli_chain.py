@@ -323,7 +323,7 @@ def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) 
     stage = {key: value for key, value in pipeline["stages"][2].items() if key not in ("max_turns", "beta")}
     pipeline |= {
         "environment": dict.fromkeys(limits, "chain_files:Talk"), "environment_args": {"easy": {"level": "easy"}},
-        "stages": [stage | {"environment_limits": limits, "environment_weights": {"easy": 1, "hard": 3}, "max_steps": 1}],
+        "stages": [stage | {"environment_limits": limits, "max_steps": 1}],
     }  # fmt: skip
     rows = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     for row in rows:

@@ -22,12 +22,12 @@ from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Call, forest
-from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 

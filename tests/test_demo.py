@@ -74,9 +74,11 @@ def test_scripted_policies_are_measured_by_the_same_engine(finished: tuple[Path,
     _, summary = finished
     assert summary["optimal_success"] == summary["optimal_return"] == 1.0
     trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
-    score = demo.scripted_score("random", random_policy, trainer, 1200)
+    score = demo.scripted_score("random", random_policy, trainer.processing_class, trainer.args, 1200)
     assert abs(score.success - (1 - (11 / 12) ** 4)) < 4 * (0.21 / 1200) ** 0.5
-    assert demo.scripted_score("halving", halving_policy, trainer, 12) == DemoScore("halving", 1.0, 1.0)
+    assert demo.scripted_score("halving", halving_policy, trainer.processing_class, trainer.args, 12) == DemoScore(
+        "halving", 1.0, 1.0
+    )
 
 
 def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ SURROUNDINGS = {"agile_trainers/monitor/notebook.py": "ipython"}
 """Files that are imported only inside a program, and its distribution, which is there then."""
 PRIVATE = {
     "adapters/roles.py": {"_active_adapter": "PEFT's setter changes requires_grad"},
-    "adapters/fused.py": {"_disable_adapters": "PEFT's setter changes requires_grad"},
     "adapters/sharding.py": {
         "_fsdp_param_groups": "torch has no public reader of where FSDP2 reshards",
         "_get_fsdp_state": "the same",

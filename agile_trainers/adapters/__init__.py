@@ -9,6 +9,7 @@ from agile_trainers.adapters.loading import (
     load_reference,
     parent_of,
     restore_adapter,
+    restore_left_out,
     start_critic,
 )
 from agile_trainers.adapters.lora_settings import (
@@ -18,8 +19,17 @@ from agile_trainers.adapters.lora_settings import (
     starts_elsewhere,
     within_scope,
 )
-from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, running, unfreeze
-from agile_trainers.adapters.sharding import assign_parameter, every_adapter_trainable, gathered_once
+from agile_trainers.adapters.roles import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    AdapterRouter,
+    belongs_to,
+    check_adapter,
+    running,
+    unfreeze,
+)
+from agile_trainers.adapters.sharding import assign_parameter, gathered_once, gathering_adapters
 
 __all__ = [
     "CRITIC",
@@ -33,17 +43,19 @@ __all__ = [
     "add_value_head",
     "assign_parameter",
     "belongs_to",
+    "check_adapter",
     "check_repeatable",
     "copy_adapter",
-    "every_adapter_trainable",
     "explaining_scope",
     "find_adapters",
     "gathered_once",
+    "gathering_adapters",
     "load_policy",
     "load_reference",
     "parent_of",
     "plain_copies",
     "restore_adapter",
+    "restore_left_out",
     "running",
     "start_critic",
     "starts_elsewhere",

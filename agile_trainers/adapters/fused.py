@@ -93,50 +93,6 @@ def cast_once(model: nn.Module, dtype: torch.dtype, room: int | None = None) -> 
         yield size
 
 
-@contextmanager
-def merged_adapter(model: nn.Module) -> Iterator[int]:
-    """Add the active adapter to copies of the weights that it changes, and leave out its own matrix products.
-
-    Layers that are more than a plain LoRA layer keep their adapter: quantized, sharded and tied ones, DoRA, dropout
-    aside. In half precision the sum is rounded, so that the policy differs by more than a change of kernels.
-
-    Args:
-        model: The policy. Its forward passes in the block are without gradients.
-
-    Yields:
-        The bytes of the copies.
-    """
-    plain = set(_plain_linears(model))
-    layers = [one for one in model.modules() if isinstance(one, FusedLinear) and one.base_layer in plain]
-    copies: _Copies = {}
-    for layer in (layers := [one for one in layers if one.plain_adapter is not None]):
-        weight = layer.base_layer.weight
-        with torch.no_grad():
-            whole = weight.float() + layer.get_delta_weight(layer.plain_adapter).float()
-        copies[layer.base_layer, "weight"] = whole.to(weight.dtype)
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        with _holding(copies):
-            yield sum(copy.nbytes for copy in copies.values())
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
-def check_mergeable(model: nn.Module) -> None:
-    """Reject a policy that :func:`merged_adapter` leaves as it is.
-
-    Raises:
-        ValueError: If no layer is a plain LoRA layer on weights that are not quantized.
-    """
-    if not any(isinstance(layer, FusedLinear) and layer.plain_adapter is not None for layer in model.modules()):
-        raise ValueError(
-            "merge_adapter_in_rollout=True has no effect on this policy: no layer of it is a plain LoRA layer on whole, "
-            "unquantized weights. Leave it unset."
-        )
-
-
 def _plain_linears(model: nn.Module) -> list[nn.Linear]:
     """Return the linear layers whose weights are whole, floating-point and no embedding's."""
     embeddings = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -416,6 +416,24 @@ def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
         assign_parameter(own[int(index)][1], weights[name])
 
 
+def restore_left_out(model: Any, folder: Path, *, fsdp: bool) -> None:
+    """Restore the adapters of a checkpoint that ``Trainer`` leaves out where there are several.
+
+    Args:
+        model: The policy.
+        folder: Folder of the checkpoint.
+        fsdp: True if FSDP shards the model.
+    """
+    if not isinstance(model, PeftModel) or all(file.parent == folder for file in folder.glob("*/adapter_config.json")):
+        return
+    if fsdp:  # `Trainer` restores the active one alone
+        for adapter in model.peft_config:
+            restore_adapter(model, adapter, folder if adapter == POLICY else folder / adapter)
+    else:
+        # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
+        model.load_adapter(str(folder), POLICY, is_trainable=True)
+
+
 def start_critic(
     model: PeftModel,
     saved: SavedAdapters | None,

@@ -88,6 +88,25 @@ def running(model: PeftModel, adapter: str | None) -> Iterator[None]:
         yield
 
 
+def check_adapter(model: Any, name: str | None, *, use_vllm: bool) -> None:
+    """Check that a trainer can play with an adapter of its model; None stands for the base model of one.
+
+    Raises:
+        ValueError: If the model does not have it, or vLLM samples, which has the policy only.
+    """
+    adapters = list(model.peft_config) if isinstance(model, PeftModel) else []
+    if not adapters or (name is not None and name not in adapters):
+        raise ValueError(
+            f"There is no adapter {name!r}: the model has {', '.join(map(repr, adapters)) or 'none'}. The reference is an "
+            "adapter with reference_adapter=True, and use_adapter(None) plays the base model of an adapter."
+        )
+    if use_vllm:
+        raise ValueError(
+            "use_adapter() switches the trainer's own model, and vLLM samples with the policy. Save the model and play its "
+            "folders with evaluate_policy(), or leave use_vllm unset."
+        )
+
+
 def _adapted(model: PeftModel) -> list[BaseTunerLayer | AuxiliaryTrainingWrapper]:
     return [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 

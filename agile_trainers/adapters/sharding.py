@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin
@@ -77,12 +78,15 @@ def gathered_once(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def every_adapter_trainable(model: PeftModel) -> Iterator[None]:
-    """Make the frozen adapters require gradients inside the block.
+def gathering_adapters(model: Any, deepspeed_plugin: Any) -> Iterator[None]:
+    """Make the frozen adapters require gradients inside the block, under ZeRO-3.
 
-    When ``Trainer`` saves under ZeRO-3, it collects the parameters that require gradients, and PEFT would then store the
-    policy's weights under a frozen adapter's name.
+    When ``Trainer`` saves there, it collects the parameters that require gradients, and PEFT would then store the policy's
+    weights under a frozen adapter's name.
     """
+    if not is_zero3(deepspeed_plugin) or not isinstance(model, PeftModel):
+        yield
+        return
     frozen = [
         parameter
         for name, parameter in model.named_parameters()

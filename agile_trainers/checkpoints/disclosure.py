@@ -77,7 +77,7 @@ _WORDS = frozenset((
     "vllm_importance_sampling_mode", "vllm_mode", "vllm_model_impl",
 ))  # fmt: skip
 """Options whose text is one of a few words."""
-_BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
+_BY_NAME = ("environment_limits", "liger_kernel_config")
 """Options that are numbers by name."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{1,40}")
 _TOKENIZER_FIELDS = frozenset((

@@ -16,6 +16,7 @@ from huggingface_hub import (
     auth_check,
     create_repo,
     get_session,
+    is_offline_mode,
     set_client_factory,
     upload_folder,
 )
@@ -197,18 +198,64 @@ class HubPushes:
     """Pushes models, checkpoints and model card of a run to its repository, from the main process.
 
     Args:
-        trainer: After its own constructor; one of TRL's trainers too.
-
-    Raises:
-        ValueError: If ``hub_extras`` names a reference that is the frozen base, or DeepSpeed's settings hold a secret that
-            checkpoints would be pushed with.
+        trainer: One of TRL's trainers too; before its own constructor, which makes the repository.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._args: Any = trainer.args
-        self._extras = getattr(trainer.args, "hub_extras", [])
         self._said: Text | None = None
+        self._told_unreachable = False
+
+    @property
+    def _args(self) -> Any:
+        return self._trainer.args
+
+    @property
+    def _extras(self) -> list[str]:
+        return getattr(self._args, "hub_extras", [])
+
+    @property
+    def _name(self) -> str:
+        """Name of the repository, as far as it is known before it is made."""
+        return self._args.hub_model_id or Path(self._args.output_dir).absolute().name
+
+    def begin(self, token: str | None, init: Callable[..., None]) -> None:
+        """Make the repository and check write access to it, unless offline.
+
+        Args:
+            token: The Hub token. Default: ``args.hub_token``.
+            init: ``Trainer.init_hf_repo``.
+
+        Raises:
+            ValueError: If the Hub refuses the repository's name or the token.
+            HubUnreachableError: If it cannot be reached.
+        """
+        trainer = self._trainer
+        if not trainer.is_world_process_zero():
+            return
+        if is_offline_mode():
+            logger.warning(
+                "HF_HUB_OFFLINE=1: nothing is pushed to %s. Push the run later with trainer.push_to_hub().", self._name
+            )
+            trainer.hub_model_id, trainer.push_in_progress = None, None
+            return
+        token = token or self._args.hub_token
+
+        def make() -> str:
+            init(token=token)
+            return str(trainer.hub_model_id)
+
+        with reporting_unreachable(self._name):
+            make_repository("hub_model_id", self._name, token, make)
+
+    def check(self) -> None:
+        """Check what is to be pushed, after the trainer's constructor.
+
+        Raises:
+            ValueError: If ``hub_extras`` names a reference that is the frozen base, or DeepSpeed's settings hold a secret
+                that checkpoints would be pushed with.
+        """
+        trainer = self._trainer
         if trainer.args.push_to_hub and getattr(trainer, "is_deepspeed_enabled", False):
             check_deepspeed(trainer.accelerator.state.deepspeed_plugin.deepspeed_config, trainer.args.hub_strategy)
         adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
@@ -217,6 +264,50 @@ class HubPushes:
                 f"hub_extras={self._extras!r}: the reference is the frozen base model, which is not pushed. Set "
                 "reference_adapter=True (LoRA), or leave 'reference' out."
             )
+
+    def save_and_push(
+        self, message: str | None, blocking: bool, token: str | None, revision: str | None, **of_card: Any
+    ) -> Any:
+        """Save the model to ``output_dir`` and push it, with its card.
+
+        Reference, critic and episodes only if ``args.hub_extras`` asks for them; the optimizer never (but see
+        ``hub_strategy``).
+
+        Args:
+            message: Message of the commit.
+            blocking: Wait for the upload.
+            token: Hub token; no file contains it. Default: ``args.hub_token``, or the one that ``hf auth login`` stored.
+            revision: Branch. Default: ``args.hub_revision``.
+            **of_card: ``dataset_name`` and ``tags`` of the model card.
+
+        Returns:
+            ``huggingface_hub.CommitInfo``, a future of it if not ``blocking``; None on all processes but the main one.
+
+        Raises:
+            HubUnreachableError: If the Hub cannot be reached. The model is saved, and the message says how to push it later.
+        """
+        trainer, token = self._trainer, token or self._args.hub_token
+        trainer.callback_handler.on_push_begin(self._args, trainer.state, trainer.control)
+        trainer.save_model(_internal_call=True)
+        if not trainer.is_world_process_zero():
+            return None
+        if trainer.hub_model_id is None:
+            with reporting_unreachable(self._name, self._args.output_dir):
+                if is_offline_mode():
+                    raise OfflineModeIsEnabled
+                trainer.init_hf_repo(token=token)
+        trainer.create_model_card(**of_card)
+        self.wait()
+        return self.push(message, blocking, token, revision)
+
+    def push_saved(self) -> None:
+        """Push where the model was saved; where the Hub cannot be reached, warn once."""
+        try:
+            self._trainer.push_to_hub(commit_message="Model save")
+        except HubUnreachableError as error:
+            if not self._told_unreachable:
+                logger.warning("%s", error)
+            self._told_unreachable = True
 
     def push(self, message: str | None, blocking: bool, token: str | None, revision: str | None) -> Any:
         """Push the model in ``output_dir``, on the main process.
@@ -263,10 +354,14 @@ class HubPushes:
             path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else folder.name
             self._push_later(folder, f"{message}, checkpoint", path_in_repo=path)
 
-    def summarize(self) -> None:
-        """Log the background pushes that failed, once they are over."""
-        if isinstance(getattr(self._trainer, "push_in_progress", None), BackgroundPushes):
-            self._trainer.push_in_progress.summarize()
+    def wait(self) -> None:
+        """Wait for the background pushes, and log those that failed."""
+        pushes = getattr(self._trainer, "push_in_progress", None)
+        if pushes is not None and not pushes.is_done():
+            logger.info("Waiting for the current checkpoint push to be finished, this might take a couple of minutes.")
+            pushes.wait_until_done()
+        if isinstance(pushes, BackgroundPushes):
+            pushes.summarize()
 
     def close(self) -> None:
         """Cancel the background pushes that have not begun."""

@@ -339,6 +339,21 @@ class RunCheckpoints:
         }
         return masked(record)
 
+    def describe(self, folder: Path) -> None:
+        """Write the record into a folder that gets the model."""
+        write_json(folder / RECORD, self.record())
+        if self.building is None:
+            note_private(folder, self._environment, recorded_options(self._args))
+
+    def can_load(self, best: Path) -> bool:
+        """Return whether the best checkpoint is complete on all disks; warn if not."""
+        try:
+            on_each_disk(self._args.should_save, lambda: check_complete(best, resumes=False))
+        except CheckpointError as error:
+            logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
+            return False
+        return True
+
     def _geometry(self) -> dict[str, int]:
         sizes = {name: getattr(self._args, name) for name in _GEOMETRY}
         return {"processes": self._trainer.accelerator.num_processes, **sizes}

@@ -17,9 +17,9 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.evaluation.scripted_policies import answer_calls, play_scripted
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.scripted_policies import answer_calls, play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Message, Trajectory
 

@@ -154,7 +154,7 @@ def train(
         ) from error
     trainer.add_callback(Started())
     resume = args.resume_from_checkpoint
-    with showing(trainer, Console(), algorithm, progress=script.progress):
+    with showing(trainer.callback_handler, Console(), algorithm, progress=script.progress):
         trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved to {args.output_dir}.")

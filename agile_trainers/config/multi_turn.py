@@ -61,7 +61,7 @@ class MultiTurnConfig(GRPOConfig):
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for a run with an environment."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights", "history",
+        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "history",
     ]  # fmt: skip
 
     learning_rate: float | None = option(
@@ -160,14 +160,9 @@ class MultiTurnConfig(GRPOConfig):
         "`max_turns`, `max_new_tokens`, `max_model_length` and `max_observation_length`; the common options apply to the "
         "rest. `max_completion_length` is that of the longest.",
     )
-    environment_weights: dict[str, float] | str | None = option(
-        None,
-        'Relative frequency of each of several environments, by name: {"guess": 2, "sums": 1}. For runs without a data set; '
-        "whole groups are drawn. An environment of weight 0 is only evaluated. Default: all alike.",
-    )
     task_sampling: str = option(
         "uniform",
-        "Choice of the tasks that groups start from: `uniform` (rows in TRL's order, environments by their weights), or "
+        "Choice of the tasks that groups start from: `uniform` (rows in TRL's order, environments equally often), or "
         "`adaptive`, by how often a task's group is informative. `adaptive` changes the objective, see "
         "[task sampling](task_sampling.md).",
     )
@@ -175,10 +170,6 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Column of `train_dataset` that names the task of a row, such as its difficulty. Its values are logged with their "
         "share of the groups; with `adaptive` sampling, rows of one value are one task. Default: each row is one.",
-    )
-    task_seeds: int | None = option(
-        None,
-        "Number of seeds that a run without a data set plays again and again, as tasks. Default: new seeds.",
     )
     resample_zero_advantage_groups: int = option(
         0,
@@ -190,21 +181,12 @@ class MultiTurnConfig(GRPOConfig):
         "Number of episodes that are decoded at once; with a vLLM server, concurrent requests. Default: a batch, on a GPU "
         "without vLLM as many as fit.",
     )
-    merge_adapter_in_rollout: bool = option(
-        False,
-        "Sample with merged copies of the adapted weights. In half precision the sums are rounded.",
-    )
     num_eval_episodes: int = option(128, "Episodes of an evaluation, in all.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
     log_rollouts: int = option(
         1,
         "Write the episodes of every N-th generation batch, and of every evaluation, to `output_dir/rollouts/`, with what "
         "the update computed of each token ([rollout log](rollout_log.md)). True is 1; False or 0 writes nothing.",
-    )
-    log_rollouts_max_gb: float | None = option(
-        4.0,
-        "Largest size of a run's rollout log in gigabytes (10^9 bytes), over all processes. Beyond it, training batches "
-        "are deleted: every second one first, so that the rest covers the whole run. None: no limit.",
     )
     diagnosis_interval: int = option(
         50,
@@ -295,18 +277,9 @@ class MultiTurnConfig(GRPOConfig):
         "turn_truncate",
         "Weight of a token of `batches_ahead`: the ratio of its `token`, `turn` or `sequence`. `_truncate` cuts it to "
         "`drift_clip_max`, `_mask` sets it to 0 above. `decision_truncate`: weight of each reward of a return, the ratio of "
-        "all turns up to it; for advantages of turns. `dppo_mask`: the token's ratio, 0 if `drift_divergence_max` leaves it "
-        "out. None: no weight. [What is exact](drift.md#what-is-exact).",
+        "all turns up to it; for advantages of turns. None: no weight. [What is exact](drift.md#what-is-exact).",
     )
-    drift_clip_max: float | None = option(
-        2.0, "Largest weight of `drift_correction`. None: no bound, which `dppo_mask` never has."
-    )
-    drift_divergence_max: float = option(
-        0.15,
-        "Threshold of `dppo_mask`. A sampled token whose probability has changed by more in the direction of its advantage, "
-        "from the policy that played to the one that is trained, is left out "
-        "([DPPO](https://huggingface.co/papers/2602.04879), eq. 11 to 13).",
-    )
+    drift_clip_max: float | None = option(2.0, "Largest weight of `drift_correction`. None: no bound.")
     max_wall_seconds: float | None = option(
         None,
         "Seconds after which the run finishes its optimizer step, saves and ends with exit code 0; a resumed run has as "
@@ -476,7 +449,7 @@ class MultiTurnConfig(GRPOConfig):
     def for_environment(self, name: str | None) -> "MultiTurnConfig":
         """Copy the configuration with the limits of one of several environments in place of the common ones."""
         alone = copy.copy(self)
-        alone.__dict__.update(EpisodeOptions.of_args(self).of(name).__dict__, environment_weights=None)
+        alone.__dict__.update(EpisodeOptions.of_args(self).of(name).__dict__)
         alone.max_completion_length = alone.max_turns * alone.max_new_tokens
         return alone
 

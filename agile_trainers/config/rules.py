@@ -299,14 +299,13 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon",), lambda _, value: _is_real(value), _explain_bound),
     Rule(("epsilon_high",), lambda _, value: value is None or _is_real(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
-    positive("drift_clip_max", "drift_divergence_max"),
-    positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", "log_rollouts_max_gb"),
+    positive("drift_clip_max"),
+    positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
     at_least(0, "batches_ahead"),
-    at_least(2, "task_seeds"),
     in_unit_interval("top_entropy_quantile", "gamma"),
     Rule(
         ("stop_strings",),
@@ -381,7 +380,6 @@ _VLLM = (
         *(one.name for one in fields(GRPOConfig) if re.match(r"vllm_(?!importance_sampling_)", one.name)),
         "offload_policy_during_rollout", "vllm_server_start",
     ),
-    acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
     Rule(
         ("top_k", "top_p", "min_p"),
         lambda args, value: not args.use_vllm or not value or (args.vllm_mode == "colocate" and args.top_k),
@@ -558,7 +556,6 @@ _RECORDS = (
         lambda args, value: all(extra in _EXTRAS and _EXTRAS[extra][0](args) for extra in value),
         _explain_extras,
     ),
-    acts_with("log_rollouts", lambda args: args.log_rollouts, "log_rollouts_max_gb", needed="log_rollouts=1 or more"),
 )
 
 
@@ -585,7 +582,7 @@ _BATCH = (
     acts_with("entropy_coef", lambda args: args.entropy_coef != 0.0, "entropy_coef_schedule", needed="another value"),
     acts_with("use_adaptive_entropy", (False,), "entropy_coef_schedule"),
     Rule(
-        ("task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups"),
+        ("task_sampling", "task_column", "resample_zero_advantage_groups"),
         lambda args, _: not args.groupless,
         "{name}={value!r} acts on groups of episodes from the same start, and {args.__class__.__name__} has none. Leave "
         "{name} unset, or train with GRPO, GSPO or CISPO.",
@@ -629,14 +626,9 @@ def _plays_ahead(args: Any) -> bool:
 
 _AHEAD = (
     acts_with(
-        "batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", "drift_divergence_max",
-        needed="1 or more batches ahead",
+        "batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", needed="1 or more batches ahead",
     ),
-    acts_with(
-        "drift_correction", tuple(one for one in drift.CORRECTIONS if one != drift.DPPO), "drift_clip_max",
-        needed="a weight that it bounds",
-    ),
-    acts_with("drift_correction", (drift.DPPO,), "drift_divergence_max"),
+    acts_with("drift_correction", drift.CORRECTIONS, "drift_clip_max", needed="a weight that it bounds"),
     weighs_decisions_with("importance_sampling_level", "token", "turn"),
     weighs_decisions_with("whiten_advantages", False),
     weighs_decisions_with("kl_placement", "loss", "reward"),
@@ -649,8 +641,7 @@ _AHEAD = (
         "vllm_importance_sampling_correction", why="which drift_correction takes the place of",
     ),
     excludes(
-        "batches_ahead", _plays_ahead, "repetition_penalty", "merge_adapter_in_rollout",
-        why="whose episodes are played by adapters as they are",
+        "batches_ahead", _plays_ahead, "repetition_penalty", why="whose episodes are played by adapters as they are",
     ),
     excludes(
         "batches_ahead", lambda args: _plays_ahead(args) and args.vllm_mode == "colocate", "vllm_enable_sleep_mode",
@@ -704,7 +695,7 @@ MACHINE: tuple[Rule, ...] = (
 
 BY_HAND: tuple[Rule, ...] = (
     Rule(
-        ("task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups"),
+        ("task_sampling", "task_column", "resample_zero_advantage_groups"),
         lambda args, _: False,
         "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
         "{name} unset, or call train().",
@@ -723,7 +714,7 @@ BY_HAND: tuple[Rule, ...] = (
 
 
 def check_limits(args: Any) -> None:
-    """Check the limits of episodes and the weights of environments, before the environments are known.
+    """Check the limits of episodes, before the environments are known.
 
     Args:
         args: A ``MultiTurnConfig``.
@@ -745,16 +736,6 @@ def check_limits(args: Any) -> None:
                 f"{where}max_model_length={own.max_model_length} is more than max_model_length={args.max_model_length}, "
                 "which applies to all. Raise that one."
             )
-    weights = args.environment_weights
-    if weights is None:
-        return
-    if not isinstance(weights, dict) or not weights:
-        raise ValueError(f'environment_weights must be a mapping by name such as {{"guess": 2.0}}, got {weights!r}.')
-    for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < inf:
-            raise ValueError(f"environment_weights[{name!r}] must be a number of at least 0, got {weight!r}.")
-    if not any(weights.values()):
-        raise ValueError(f"environment_weights={weights}: all are 0, and no environment would be played. Raise one.")
 
 
 def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
@@ -765,17 +746,11 @@ def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
         names: Names of several environments; None for one.
 
     Raises:
-        ValueError: For an unknown or missing name, and for a limit that would have no effect.
+        ValueError: For an unknown name, and for a limit that would have no effect.
     """
     EpisodeOptions.of_args(args).histories(names or (None,))
-    limits, weights = args.environment_limits, args.environment_weights
-    for option, given in {"environment_limits": limits, "environment_weights": weights}.items():
-        check_names(option, given, names or (None,))
-    if weights and (missing := [name for name in names or () if name not in weights]):
-        raise ValueError(
-            f"environment_weights={weights} leaves out {missing[0]!r}. Give every environment a weight; 0 is for one "
-            "that is only evaluated."
-        )
+    limits = args.environment_limits
+    check_names("environment_limits", limits, names or (None,))
     # `max_model_length` also bounds those of the environments, and sizes the engine.
     for limit in set(LIMITS) - {"max_model_length"} if limits else ():
         value = getattr(args, limit)

@@ -33,8 +33,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, probe_e
 from agile_trainers.rollout.episode_options import UNLIMITED, EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, preserved_random_state
+from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, Mixture, preserved_random_state
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.vllm_checks import base_source, lora_rank
 from agile_trainers.types import Trajectory
@@ -354,7 +353,7 @@ def evaluate_policy(
     """
     options, sampling = options or EpisodeOptions(), sampling or SamplingSettings()
     factories = environment_factories(environment)
-    mixture = Mixture(tuple(factories), (1.0,) * len(factories), 1) if isinstance(factories, dict) else None
+    mixture = Mixture(tuple(factories), 1) if isinstance(factories, dict) else None
     settings = replace(sampling, do_sample=sampling.do_sample and not greedy)
     if attempts > 1 and not settings.do_sample:
         raise ValueError(f"attempts={attempts} play the same game again in greedy play. Sample, or set attempts=1.")

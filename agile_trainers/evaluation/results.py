@@ -21,8 +21,7 @@ from agile_trainers.evaluation.statistics import failed_value, mean_interval, pa
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import EVALUATION, evaluation_specs
+from agile_trainers.rollout.seeds import EVALUATION, Mixture, evaluation_specs
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +46,30 @@ def shown_messages(trajectory: Trajectory) -> list[Message]:
 
 
 @contextmanager
-def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[None]:
+def completions_table(
+    tables: dict[str, Any],
+    played: Evaluated,
+    names: Sequence[str],
+    folder: Path,
+    step: int,
+    prefix: str,
+    *,
+    writes: bool,
+) -> Iterator[None]:
     """Make TRL's ``log`` show and write the episodes of an evaluation; those of training are kept.
 
     TRL writes one file for each step. The training episodes of that step stay in it; the evaluation's go to a file of their
     own, whose name ends in ``prefix``.
 
     Args:
-        trainer: The trainer, which logs inside the context.
+        tables: TRL's ``_logs``, which its ``log`` reads inside the context.
         played: The episodes. They have no advantages, which the table shows as NaN.
+        names: Names of the reward functions.
+        folder: ``output_dir``.
+        step: Optimizer steps so far.
         prefix: Prefix of the evaluation's metrics.
+        writes: True on the process that writes it.
     """
-    if not trainer.log_completions:
-        yield
-        return
     prompts, completions, rewards = (
         masked(gather_object(part))
         for part in (
@@ -68,24 +78,22 @@ def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[
             played.rewards,
         )
     )
-    shown = {
-        "images": [],
-        "prompt": prompts,
-        "completion": completions,
-        "rewards": {name: [row[place] for row in rewards] for place, name in enumerate(trainer.reward_func_names)},
-        "advantages": [float("nan")] * len(prompts),
-        "extra": masked(played.columns),
-    }
-    path = Path(trainer.args.output_dir, "completions", f"completions_{trainer.state.global_step:05d}.parquet")
-    aside = path.with_suffix(".training")
-    writes, training = trainer.accelerator.is_main_process, trainer._logs
+    path = folder / "completions" / f"completions_{step:05d}.parquet"
+    aside, training = path.with_suffix(".training"), dict(tables)
     if writes and path.exists():
         path.rename(aside)
-    trainer._logs = shown
+    tables.update(
+        images=[],
+        prompt=prompts,
+        completion=completions,
+        rewards={name: [row[place] for row in rewards] for place, name in enumerate(names)},
+        advantages=[float("nan")] * len(prompts),
+        extra=masked(played.columns),
+    )
     try:
         yield
     finally:
-        trainer._logs = training
+        tables.update(training)
         if writes:
             if path.exists():
                 path.rename(path.with_stem(f"{path.stem}_{prefix}"))

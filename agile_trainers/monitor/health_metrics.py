@@ -58,6 +58,24 @@ def success_sem(successes: Sequence[bool | None], members: int) -> float | None:
     return stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
 
 
+def groups_without_success(successes: Sequence[bool | None], members: int) -> float | None:
+    """Compute the share of groups in which no member succeeded: of starts that the policy no longer, or not yet, solves.
+
+    Where rewards are equal too, these groups have no gradient. A run that stands still below its best success has a constant
+    share of them, and nearly no others that fail.
+
+    Args:
+        successes: Of each episode, members of a group side by side; None leaves it out.
+        members: Episodes of a group.
+
+    Returns:
+        None without groups, or where no success is known.
+    """
+    groups = [successes[first : first + members] for first in range(0, len(successes), members)]
+    known = [group for group in groups if any(success is not None for success in group)]
+    return fmean(not any(group) for group in known) if known and members > 1 else None
+
+
 def task_of(trajectory: Trajectory) -> str | None:
     """Return a hash of what an episode was started as: environment, dataset row, ``info`` of reset and first prompt.
 
@@ -129,8 +147,9 @@ def health_metrics(
         members: Episodes of the same task that are played side by side.
 
     Returns:
-        ``success_sem``, where success is known of two groups; ``reward_success_correlation``, where a group has successes
-        and failures of different reward; ``distinct_tasks``, with data set rows in more than one group.
+        ``success_sem``, where success is known of two groups; ``groups_without_success``; ``reward_success_correlation``,
+        where a group has successes and failures of different reward; ``distinct_tasks``, with data set rows in more than one
+        group.
     """
     metrics: dict[str, float] = {}
     sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
@@ -140,6 +159,9 @@ def health_metrics(
     error = success_sem(sound, members)
     if error is not None:
         metrics["success_sem"] = error
+    unsolved = groups_without_success(sound, members)
+    if unsolved is not None:
+        metrics["groups_without_success"] = unsolved
     known = [task for task in tasks if task is not None]
     if known and len(rows) > group_size:
         metrics["distinct_tasks"] = float(len(set(known)))

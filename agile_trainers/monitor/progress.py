@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_in_notebook
 
 from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
@@ -180,57 +181,62 @@ class _Lines:
 
 @contextmanager
 def showing(
-    trainer: Trainer, console: Console, title: str = "training", *, progress: str = "table", rows: int | None = None
+    callbacks: CallbackHandler,
+    console: Console,
+    title: str = "training",
+    *,
+    progress: str = "table",
+    rows: int | None = None,
 ) -> Iterator[None]:
     """Show the progress of a trainer of any kind while it trains.
 
     Args:
-        trainer: The trainer. Its own bar and log lines are switched off.
+        callbacks: The trainer's. Its own bar and log lines are switched off.
         console: Console for the table.
         title: Text beside the bar.
-        progress: One of ``PROGRESS``. ``"dicts"`` leaves the trainer the output that transformers gives it.
+        progress: One of ``PROGRESS``. ``"dicts"`` leaves the output that transformers gives it.
         rows: Number of rows, of logs at equal distances. Default: one for each log.
     """
     if progress == "dicts":
-        use_dicts(trainer)
+        use_dicts(callbacks)
         yield
         return
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
+    callbacks.remove_callback(ProgressCallback)
+    callbacks.remove_callback(PrinterCallback)
     table = ProgressTable(wide=progress == "wide", rows=rows, title=title, console=console)
-    trainer.add_callback(table)
+    callbacks.add_callback(table)
     try:
         yield
     finally:
-        trainer.remove_callback(table)
+        callbacks.remove_callback(table)
         table.close()
 
 
-def use_table(trainer: Trainer) -> None:
+def use_table(callbacks: CallbackHandler, *, disable_tqdm: bool) -> None:
     """Give a trainer the table in place of the bar that transformers gave it, or of any output if it brings a table.
 
     Args:
-        trainer: The trainer. With ``disable_tqdm`` it keeps its log lines.
+        callbacks: The trainer's.
+        disable_tqdm: The trainer's option, with which it keeps its log lines.
     """
-    callbacks = trainer.callback_handler.callbacks
-    own = any(isinstance(callback, ProgressTable) for callback in callbacks)
-    default = PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+    own = any(isinstance(callback, ProgressTable) for callback in callbacks.callbacks)
+    default = PrinterCallback if disable_tqdm else DEFAULT_PROGRESS_CALLBACK
     # The last one is that of `Trainer`; one before it was passed as an argument.
-    theirs = [callback for callback in callbacks if type(callback) is default][-1:]
-    if theirs and (own or not trainer.args.disable_tqdm):
-        trainer.remove_callback(theirs[0])
+    theirs = [callback for callback in callbacks.callbacks if type(callback) is default][-1:]
+    if theirs and (own or not disable_tqdm):
+        callbacks.remove_callback(theirs[0])
         if not own:
-            trainer.add_callback(ProgressTable())
+            callbacks.add_callback(ProgressTable())
 
 
-def use_dicts(trainer: Trainer) -> None:
+def use_dicts(callbacks: CallbackHandler) -> None:
     """Give a trainer the output of transformers back, a bar and every metric of a log in one line."""
-    if trainer.pop_callback(ProgressTable) is not None:
-        trainer.add_callback(DEFAULT_PROGRESS_CALLBACK)
+    if callbacks.pop_callback(ProgressTable) is not None:
+        callbacks.add_callback(DEFAULT_PROGRESS_CALLBACK)
 
 
-def close_tables(trainer: Trainer) -> None:
+def close_tables(callbacks: CallbackHandler) -> None:
     """End the output of a trainer whose run is over, was interrupted or failed."""
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks.callbacks:
         if isinstance(callback, ProgressTable):
             callback.close()

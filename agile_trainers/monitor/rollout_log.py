@@ -26,7 +26,8 @@ from agile_trainers.types import Trajectory
 
 logger = logging.get_logger(__name__)
 
-_GIGABYTE = 10**9
+_MOST_BYTES = 4 * 10**9
+"""Size of a run's rollout log, over all processes. Beyond it, training batches are deleted, every second one first."""
 
 
 class RolloutLog(TrainerCallback):
@@ -248,11 +249,10 @@ class RolloutLog(TrainerCallback):
             "seed": args.seed,
             "options": record["options"],
         }
-        limit, processes = args.log_rollouts_max_gb, self._accelerator.num_processes
         self._writer = RecordWriter(
             args.output_dir,
             entries,
-            max_bytes=None if limit is None else int(limit * _GIGABYTE / processes),
+            max_bytes=_MOST_BYTES // self._accelerator.num_processes,
             rank=self._accelerator.process_index,
             report=logger.warning,
         )

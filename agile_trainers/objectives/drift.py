@@ -23,10 +23,8 @@ from agile_trainers.objectives.segments import pool_to_turns
 
 DECISION = "decision_truncate"
 """Correction by :func:`decision_weights`, in the credit."""
-DPPO = "dppo_mask"
-"""Correction by :func:`dppo_mask` and the token's ratio without a bound."""
-CORRECTIONS = (*mismatch.MODES, DECISION, DPPO)
-"""Corrections of drift by name: those of :func:`drift_weights`, whose names are the mismatch's, and two more."""
+CORRECTIONS = (*mismatch.MODES, DECISION)
+"""Corrections of drift by name: those of :func:`drift_weights`, whose names are the mismatch's, and one more."""
 
 
 def drift_weights(
@@ -81,36 +79,6 @@ def decision_weights(
     gap = torch.where(mask, log_ratio, 0.0).float()
     weights = pool_to_turns(gap, turn_ids, turns, "sum").cumsum(dim=1).exp()
     return weights if clip_max is None else weights.clamp(max=clip_max)
-
-
-def dppo_mask(
-    log_probs: torch.Tensor,
-    snapshot_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    threshold: float,
-) -> torch.Tensor:
-    """Compute which tokens DPPO trains, taking the snapshot for its behaviour policy and prox for the current one.
-
-    A token is left out if its probability has moved by more than the threshold, and its advantage would move it further
-    (Qi et al., 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", https://arxiv.org/abs/2602.04879, eq. 12
-    with the binary total variation, eq. 13). The loss of the others has their own, unclipped ratio as its weight (eq. 11):
-    that of :func:`drift_weights` in the mode ``"token_truncate"`` without a bound. In the paper the current policy is the
-    one that is being updated, and the mask changes from one step of an update to the next; this one does not.
-
-    Args:
-        log_probs: (B, T), under prox.
-        snapshot_log_probs: (B, T), under the snapshot.
-        advantages: (B, T).
-        mask: (B, T) bool, the tokens that count. Values elsewhere have no influence.
-        threshold: Largest absolute change of a sampled token's probability that is trained further; the authors' script
-            has .15.
-
-    Returns:
-        (B, T) bool, True on the tokens that are trained; False outside the mask.
-    """
-    moved = log_probs.float().exp() - snapshot_log_probs.float().exp()
-    return mask & ~((moved.abs() > threshold) & (moved * advantages > 0))
 
 
 def effective_sample_size(log_weights: torch.Tensor) -> float:

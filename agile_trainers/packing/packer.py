@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import BLOCK
-from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
 from agile_trainers.packing.kept_head import KeptHead
-from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
 from agile_trainers.paths import Paths
+from agile_trainers.rollout.generators.architecture import same_up_to, takes_position_ids
 from agile_trainers.train_batch import READ, Batch, order_by_length, paths_of, read_inputs, rows_read
 
 logger = logging.get_logger(__name__)
@@ -214,3 +216,140 @@ class Packer:
         ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
         pack = self._pays if self.packs else None
         return self._forward(model).values(model, ids, mask, positions, pack, paths)
+
+
+MARGIN = 0.95
+"""Share of the padded rows' cost that packed rows may have."""
+
+
+@dataclass(frozen=True)
+class _Device:
+    """Cost of packing on a kind of device, in floating-point operations of its matrix products."""
+
+    plan: float
+    """The cost of planning a pass of any size."""
+    node: float
+    """The cost of planning a node."""
+    mask: float
+    """The cost of a pair of blocks of nodes in the mask."""
+    block: float
+    """The cost of a block of attention in a layer."""
+    pair: float
+    """Factor of a pair of nodes in packed attention."""
+
+
+_DEVICES = {
+    "cpu": _Device(plan=2e7, node=0.0, mask=0.0, block=1.5e6, pair=1.2),
+    "cuda": _Device(plan=2e11, node=1e7, mask=1.5e6, block=0.0, pair=1.5),
+}
+"""On a CPU about 1 ms of planning, and 60 microseconds a block on a core.
+
+A GPU, whose kernel is FlexAttention's, waits while a core plans, and could do 1e14 operations a second. It takes 2 ms, and
+as measured 0.1 microseconds a node and 15 nanoseconds a pair of blocks: 20 ms for 96k nodes, 56 ms for 195k.
+"""
+
+
+class Cost:
+    """Compares passes by the operations of matrix products and attention. It depends on shapes only, never on time.
+
+    Args:
+        base: The model below the adapters.
+    """
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        config = base.config.get_text_config()
+        embedded = {id(m.weight) for m in (base.get_input_embeddings(), base.get_output_embeddings()) if m is not None}
+        sizes = (getattr(p, "ds_numel", p.numel()) for p in base.parameters() if p.ndim > 1 and id(p) not in embedded)
+        self._token = 2.0 * sum(sizes)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._layers = config.num_hidden_layers
+        self._pair = 4.0 * config.num_attention_heads * head * self._layers
+        self._device = _DEVICES["cpu" if base.device.type == "cpu" else "cuda"]
+
+    def padded(self, rows: int, columns: int) -> float:
+        """Return the operations of a padded forward pass."""
+        return rows * columns * (self._token + columns * self._pair)
+
+    def packed(self, trie: Trie) -> float:
+        """Return the operations of a packed forward pass, with what its plan and its blocks of attention cost."""
+        device, blocks = self._device, sum(1 + (s.end > s.stop) for s in trie.segments)
+        attention = trie.pairs * self._pair * device.pair + blocks * self._layers * device.block
+        plan = device.plan + trie.size * device.node + math.ceil(trie.size / BLOCK) ** 2 * device.mask
+        return trie.size * self._token + attention + plan
+
+    def pays(self, mask: torch.Tensor, trie: Trie) -> bool:
+        """Return whether packing rows with an attention mask (B, S) pays."""
+        return self.packed(trie) < MARGIN * self.padded(*mask.shape)
+
+    def pays_to_share(self, mask: torch.Tensor, trie: Trie) -> bool:
+        """Return whether a trie costs less than its rows one by one, without any padding."""
+        return self.packed(trie) < MARGIN * sum(self.padded(1, length) for length in mask.sum(dim=1).tolist())
+
+
+def rounding_bound(base: PreTrainedModel, dtype: torch.dtype) -> float:
+    """Return the largest mean difference of log-probabilities, in nats a token, that rounding explains.
+
+    In fp32 it is 1e-3, a thousand times what is observed. In half precision each of the 2 L additions to the residual stream
+    of L layers rounds by up to u of its value (u = 2^-8 for bf16, 2^-11 for fp16). If the errors are independent, the logits
+    of two arrangements of the same sums differ by u sqrt(2 (2 L + 1)) of their spread, which is taken as 4 nats.
+
+    Args:
+        base: The model below the adapters.
+        dtype: In which its layers compute.
+    """
+    if dtype == torch.float32:
+        return 1e-3
+    layers = base.config.get_text_config().num_hidden_layers
+    return 1e-3 + 4.0 * torch.finfo(dtype).eps / 2 * math.sqrt(2 * (2 * layers + 1))
+
+
+_FULL = {"full_attention", "attention"}
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Types of layers that equal full attention on rows that fit the option of the configuration."""
+
+
+def why_padded(model: torch.nn.Module, base: PreTrainedModel) -> str | None:
+    """Return why the rows of a model must stay padded; None if they can be packed.
+
+    Args:
+        model: The policy or the reference, with adapters.
+        base: The model below the adapters.
+    """
+    config, name = base.config.get_text_config(), type(base).__name__
+    others = set(getattr(config, "layer_types", None) or ()) - _FULL - _WINDOWS.keys()
+    checks = {
+        f"{name} has layers of type {', '.join(sorted(others))}": bool(others),
+        f"{name} is recurrent": base._is_stateful or hasattr(config, "ssm_cfg"),
+        f"{name} counts positions itself": not takes_position_ids(base),
+        f"{name} has attention sinks": any(n.rpartition(".")[2] == "sinks" for n, _ in base.named_parameters()),
+        f"{name} caps attention scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        f"{name} attends to later tokens": not getattr(config, "is_causal", True) or base.config.is_encoder_decoder,
+        f"{name} reads images or sound": config is not base.config,
+        f"{name} does not take an attention function": not base._supports_attention_backend,
+        "the adapter adds virtual tokens": _prompts(model),
+        f"the device is {base.device.type}": base.device.type not in ("cpu", "cuda", "meta"),
+    }
+    return next((reason for reason, holds in checks.items() if holds), None)
+
+
+def adds_virtual_tokens(model: torch.nn.Module) -> bool:
+    """Return whether an adapter adds tokens in front of the input, so that columns of tokens and hidden states differ."""
+    return isinstance(model, PeftModel) and any(c.is_prompt_learning for c in model.peft_config.values())
+
+
+def _prompts(model: torch.nn.Module) -> bool:
+    adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
+    return any(c.is_prompt_learning or getattr(c, "is_adaption_prompt", False) for c in adapters)
+
+
+def longest_packed(base: PreTrainedModel) -> int | None:
+    """Return the tokens of the longest row on which the model attends fully; None: any.
+
+    Longer rows stay padded: those beyond a window, and those with which a rotary embedding changes for all rows of the pass.
+    """
+    config = base.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or _WINDOWS)
+    windows = [getattr(config, option, None) for kind, option in _WINDOWS.items() if kind in types]
+    if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
+        windows = []
+    return min((n for n in (*windows, same_up_to(config)) if n is not None), default=None)

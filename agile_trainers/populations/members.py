@@ -28,12 +28,14 @@ from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, checkpoints, mark_complete, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_state
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.served_policy import SavedAdapter
 from agile_trainers.trainers.evaluation import rows_of
+from agile_trainers.trainers.setup import RunSetup
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory
 
@@ -345,7 +347,7 @@ def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any, domain: int = S
         domain: What the episodes are for: ``SELECTION`` or ``HELD_OUT``.
     """
     generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
-    return _play(trainer, _episodes(trainer, evaluation, domain), generator)
+    return _play(trainer.engine, _episodes(trainer.setup, evaluation, domain), generator, trainer.args.eval_greedy)
 
 
 def evaluate_adapters(
@@ -362,10 +364,10 @@ def evaluate_adapters(
     Returns:
         The results of each policy.
     """
-    specs = _episodes(trainer, evaluation, domain)
+    specs = _episodes(trainer.setup, evaluation, domain)
     number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
     generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
-    played = _play(trainer, specs * len(adapters), generator)
+    played = _play(trainer.engine, specs * len(adapters), generator, trainer.args.eval_greedy)
     parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
     return [
         replace(
@@ -380,21 +382,20 @@ def evaluate_adapters(
     ]
 
 
-def _episodes(trainer: MultiTurnTrainer, evaluation: Any, domain: int) -> list[EpisodeSpec]:
-    rows, number = rows_of(trainer.setup.eval_rows, None), evaluation.num_eval_episodes
-    return evaluation_episodes(evaluation.seed, number, rows, trainer.setup.mixture, domain=domain)
+def _episodes(setup: RunSetup, evaluation: Any, domain: int) -> list[EpisodeSpec]:
+    rows, number = rows_of(setup.eval_rows, None), evaluation.num_eval_episodes
+    return evaluation_episodes(evaluation.seed, number, rows, setup.mixture, domain=domain)
 
 
 def _play(
-    trainer: MultiTurnTrainer, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator]
+    engine: RolloutEngine | None, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator], greedy: bool
 ) -> EpisodeResults:
-    assert trainer.engine is not None
+    assert engine is not None
     try:
         with preserved_random_state():
-            played = play_evaluation(trainer.engine, generator, specs, rank=0, world_size=1)
-            return replace(played, greedy=bool(trainer.args.eval_greedy))
+            return replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=bool(greedy))
     finally:
-        trainer.engine.pool.close()
+        engine.pool.close()
 
 
 def saved_adapter(folder: Path) -> SavedAdapter:

@@ -12,8 +12,7 @@ from weakref import ref
 from agile_trainers.envs.base import Observation
 from agile_trainers.envs.context import History
 from agile_trainers.rollout.agents.rollout import AgentRollout
-from agile_trainers.rollout.busy import BusyMeter
-from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.rollout import Episodes, Rollout
 from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits, cut_observation

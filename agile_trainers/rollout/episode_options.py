@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.checker import LONG_OBSERVATION
 from agile_trainers.envs.context import History, Summary, as_history
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
@@ -45,7 +46,7 @@ class EpisodeOptions:
     max_turns: int = 8
     max_new_tokens: int = 256
     max_model_length: int | None = None
-    max_observation_length: int = 100_000
+    max_observation_length: int = LONG_OBSERVATION
     system_prompt: str | None = None
     training_chat_template: bool = False
     on_rewrite: str = "fork"

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 from weakref import ref
 
-from agile_trainers.rollout.busy import BusyMeter
-from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
+from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
 from agile_trainers.rollout.replay import Ended, RecordedEpisode, ReplayingGenerator, warn_of
 from agile_trainers.rollout.spec import EpisodeSpec, Limits

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agile_trainers.envs.base import Observation
+from agile_trainers.envs.checker import LONG_OBSERVATION
 from agile_trainers.types import Message
 
 
@@ -51,8 +52,8 @@ class Limits:
     """Tokens of one answer."""
     max_model_length: int
     """Tokens of a conversation, prompt included."""
-    max_observation_length: int | None = None
-    """Characters of one observation; longer ones are cut, with a note. None: no limit."""
+    max_observation_length: int = LONG_OBSERVATION
+    """Characters of one observation; longer ones are cut, with a note."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,17 @@ class EpisodeSpec:
     """Name of the environment in a run of several."""
 
 
-def cut_observation(observation: Observation, limit: int | None) -> tuple[Observation, bool]:
+def cut_observation(observation: Observation, limit: int) -> tuple[Observation, bool]:
     """Cut an observation to at most ``limit`` characters plus a note.
 
     Args:
         observation: Text or messages. Of messages, the first ``limit`` characters of content in total are kept; the
             messages after the cut are dropped.
-        limit: Number of characters; None: no limit.
+        limit: Number of characters.
 
     Returns:
         The observation, and True if it was cut.
     """
-    if limit is None:
-        return observation, False
     if isinstance(observation, str):
         return (_cut(observation, limit), True) if len(observation) > limit else (observation, False)
     kept: list[Message] = []

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
 from agile_trainers.adapters import gathered_once
-from agile_trainers.adapters.fused import cast_once, check_mergeable, merged_adapter
+from agile_trainers.adapters.fused import cast_once
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
@@ -143,8 +143,6 @@ class RolloutSampler:
                 )  # fmt: skip
                 engine.shorten(self.vllm.max_model_length)
         # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
-        if args.merge_adapter_in_rollout:
-            check_mergeable(policy)
         if self.vllm is None:
             with self._on_transformers(settings) as make:
                 make(self.rows)
@@ -248,7 +246,6 @@ class RolloutSampler:
             ) as model,
             torch.no_grad(),
             gathered_once(model),
-            merged_adapter(model) if args.merge_adapter_in_rollout else nullcontext(),
             self._cast(model),
         ):
             # A compiled model would be compiled again for every length of the KV cache.

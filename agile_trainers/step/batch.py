@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.objectives.advantages import with_advantage
+from agile_trainers.objectives.drift import DECISION
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
-from agile_trainers.sampling.correction import mismatch_weights
-from agile_trainers.step.credit import Credit
-from agile_trainers.step.drift import corrected_drift
-from agile_trainers.step.log_probs import BatchLogProbs
-from agile_trainers.train_batch import TrainBatch
+from agile_trainers.step.credit import Credit, CreditAssignment, Judged
+from agile_trainers.step.critic import Critic, CriticValues, NoCritic
+from agile_trainers.step.drift import corrected_drift, mismatch_weights, weights_of_turns
+from agile_trainers.step.dropout import is_noisy
+from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
+from agile_trainers.step.play import PlayedGroups
+from agile_trainers.train_batch import TrainBatch, own_rows
 from agile_trainers.types import TurnBatch
 
 
 def scores_old_policy(args: Any) -> bool:
-    """Return True if an older policy or another engine samples the batch of an update: TRL's own condition, and ours."""
-    micro_steps = args.steps_per_generation * args.num_iterations
-    older = args.batches_ahead > 0 or args.gradient_accumulation_steps % micro_steps != 0
-    return older or bool(args.vllm_importance_sampling_correction)
+    """Return True if a generation batch needs the log-probs of the old policy before its first update."""
+    return args.batches_ahead > 0 or bool(args.vllm_importance_sampling_correction)
+
+
+def updates_again(args: Any) -> bool:
+    """Return True if weights change between two forward passes of a generation batch: TRL's own condition.
+
+    The old policy's log-probs are then needed; see :func:`first_pass_is_old_policy`.
+    """
+    return args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+
+
+def first_pass_is_old_policy(model: Any, first_is_one: bool) -> bool:
+    """Return True if the first pass of a batch with gradient computes the log-probs that a pass before it would.
+
+    Noise of training, as dropout, is drawn anew in each pass: the policy is then scored before.
+
+    Args:
+        model: The policy.
+        first_is_one: True if the first pass over the generation batch is one optimizer step of training.
+    """
+    return first_is_one and not is_noisy(model)
 
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
@@ -94,7 +120,7 @@ def train_batch(
         sampling_per_token_logps=batch.sampling_logprobs,
         advantages=spread,
         num_items_in_batch=accelerator.gather(trained.sum()).sum(),
-        old_per_token_logps=log_probs.old if scores_old_policy(args) else None,
+        old_per_token_logps=log_probs.old if scores_old_policy(args) or updates_again(args) else None,
         ref_per_token_logps=log_probs.reference if args.kl_placement == "loss" else None,
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,
@@ -111,7 +137,7 @@ def train_batch(
         assert log_probs.old is not None
         scored = trained & log_probs.scored[:, None]
         output.importance_sampling_ratio, metrics = corrected_drift(
-            args, log_probs.old, log_probs.snapshot, spread, batch.turn_ids, scored, accelerator
+            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
         )
         return output, metrics
     if not args.vllm_importance_sampling_correction:
@@ -120,3 +146,139 @@ def train_batch(
     scored = trained & log_probs.scored[:, None]
     output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
     return output, metrics
+
+
+@dataclass
+class MadeBatch:
+    """The generation batch of the loss, and what was computed on the way to it."""
+
+    output: TrainBatch
+    log_probs: BatchLogProbs
+    judged: Judged
+    credit: Credit
+    """Credit of the rows of all processes."""
+    advantages: torch.Tensor
+    """(B, K), of this process."""
+    values: torch.Tensor | None
+    """(B, K), of the critic; None without one."""
+
+
+class BatchMaker:
+    """Makes generation batches of the loss: log-probs, values, credit and weights, in the order in which they run.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's.
+        passes: Computes log-probabilities.
+        credit: Assigns credit.
+        critic: The critic, or a :class:`NoCritic`.
+        snapshots: The adapters of earlier policies, with ``batches_ahead``.
+        add_metrics: Takes metrics to log.
+        skips_zero_advantage: True if episodes without advantage are left out of the forward passes.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        passes: LogProbPasses,
+        credit: CreditAssignment,
+        critic: Critic | NoCritic,
+        snapshots: Snapshots | None,
+        add_metrics: Callable[[Mapping[str, float]], None],
+        *,
+        skips_zero_advantage: bool,
+    ) -> None:
+        self._args, self._accelerator, self._passes = args, accelerator, passes
+        self._credit, self.critic, self.snapshots = credit, critic, snapshots
+        self._add_metrics, self.skips_zero_advantage = add_metrics, skips_zero_advantage
+
+    def make(self, models: Models, played: PlayedGroups, step: int, *, first_is_one: bool) -> MadeBatch:
+        """Make the batch of this process.
+
+        Args:
+            models: The policy and its reference.
+            played: The episodes.
+            step: Micro-steps that were trained before.
+            first_is_one: True if the first pass over the generation batch is one optimizer step of training.
+        """
+        args, batch = self._args, played.batch
+        self._passes.prepare_packing(models, batch)
+        # Every row is scored before credit where it may depend on log-probs: by a penalty, or by weights of drift.
+        weighs = args.drift_correction == DECISION and played.version is not None
+        log_probs = self.log_probs(models, batch, played.version, first_is_one) if args.beta != 0.0 or weighs else None
+        if log_probs is not None and args.kl_placement != "loss":
+            self._add_metrics(penalize(batch, log_probs, args, self._accelerator))
+        read = self.critic.read(models.policy, batch, trained_tokens(batch, args), step, first_is_one=first_is_one)
+        judged, credit = self.assign(played, read, weights_of_turns(args, batch, log_probs))
+        own = credit.local(own_rows(self._accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
+        log_probs = log_probs or self.log_probs(models, batch, played.version, first_is_one, own.advantages)
+        output = self.finish(batch, own, log_probs, read)
+        return MadeBatch(output, log_probs, judged, credit, own.advantages, None if read is None else read.turn_values)
+
+    def log_probs(
+        self,
+        models: Models,
+        batch: TurnBatch,
+        version: int | None,
+        first_is_one: bool,
+        advantages: torch.Tensor | None = None,
+    ) -> BatchLogProbs:
+        """Score policy, reference and the version that played, where the step needs them.
+
+        With ``advantages`` (B, K), maybe only rows with one.
+        """
+        args, rows = self._args, None
+        if advantages is not None and self.skips_zero_advantage:
+            rows = self._passes.even_rows(with_advantage(advantages, batch.turn_mask, args.zero_advantage_eps))
+        old = scores_old_policy(args) or args.kl_placement != "loss"
+        old = old or (updates_again(args) and not first_pass_is_old_policy(models.policy, first_is_one))
+        log_probs = self._passes.compute(models, batch, old=old, reference=args.beta != 0.0, rows=rows)
+        if version is not None:
+            self.score_snapshot(models, batch, log_probs, version)
+        return log_probs
+
+    def score_snapshot(self, models: Models, batch: TurnBatch, log_probs: BatchLogProbs, version: int) -> None:
+        """Score the rows that were scored under the version of the policy that played them."""
+        rows = log_probs.scored.nonzero()[:, 0]
+        assert self.snapshots is not None
+        log_probs.version = version
+        with self.snapshots.holding(version):
+            log_probs.snapshot = self._passes.compute(models, batch, old=True, reference=False, rows=rows).old
+
+    def delivered(
+        self, models: Models, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor
+    ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], Callable[[], AbstractContextManager[None]]]:
+        """Return what scores some tokens of a batch again, and what lets the model compute with the policy that played it.
+
+        Args:
+            models: The policy and its reference.
+            batch: The episodes of this process.
+            log_probs: Their log-probabilities.
+            trained: (B, T) bool, the tokens that enter the loss.
+        """
+        counted, version, snapshots = trained & log_probs.scored[:, None], log_probs.version, self.snapshots
+        playing = nullcontext if version is None or snapshots is None else partial(snapshots.holding, version)
+        return lambda: self._passes.of_some(models, batch, counted), playing
+
+    def assign(
+        self, played: PlayedGroups, read: CriticValues | None, weights: torch.Tensor | None = None
+    ) -> tuple[Judged, Credit]:
+        """Assign the credit of all processes, before TRL shuffles rows."""
+        judged = played.judged  # unless values, a penalty or weights changed what it was computed from
+        if judged is None or read is not None or weights is not None or self._args.kl_placement == "reward":
+            values, final_values = (None, None) if read is None else (read.turn_values, read.final_values)
+            judged = self._credit.judge(played.batch, values, final_values, weights)
+        credit = self._credit.finish(judged)
+        self._add_metrics(credit.metrics)
+        return judged, credit
+
+    def finish(
+        self, batch: TurnBatch, credit: Credit, log_probs: BatchLogProbs, read: CriticValues | None
+    ) -> TrainBatch:
+        """Make the generation batch of the loss, from the credit of this process."""
+        spread = self.critic.spread(credit, read, batch)
+        output, metrics = train_batch(batch, credit, spread, log_probs, self._args, self._accelerator)
+        self._add_metrics(metrics)
+        self.critic.add_columns(output, read, credit, batch)
+        return output

@@ -119,7 +119,7 @@ class NoCritic:
     def restore(self, model: Any, folder: Path) -> None:
         """Leave everything as it is."""
 
-    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, one_update: bool) -> None:
+    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, first_is_one: bool) -> None:
         """Return None: there are no values."""
 
     def spread(self, credit: Credit, read: CriticValues | None, batch: TurnBatch) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Critic:
         self._totals = torch.zeros(4, device=accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
         self.learned = False
-        """True if the gradient of this generation batch was accumulated when its values were read."""
+        """True if the gradient of this optimizer step was accumulated when the values of its generation batch were read."""
         if args.turn_value_position != "state":
             logger.warning(
                 "turn_value_position=%r reads the value after the action it is to be a baseline for: advantages are biased.",
@@ -210,7 +210,9 @@ class Critic:
 
     # ------------------------------------------------------------------------------------------------------ credit
 
-    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, one_update: bool) -> CriticValues:
+    def read(
+        self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, first_is_one: bool
+    ) -> CriticValues:
         """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities.
 
         If the update would compute the same values again, their gradient is accumulated right away, and the update is the
@@ -221,11 +223,12 @@ class Critic:
             batch: The episodes of this process.
             trained: (B, T) bool, the tokens that enter the loss.
             step: Number of micro-steps before.
-            one_update: True if the generation batch is one optimizer step, before which the critic does not change.
+            first_is_one: True if the first pass over the generation batch is one optimizer step, before which the critic
+                does not change.
         """
         by_token = self._by_token(batch)
         # An episode of several paths may be read in several passes, and its targets need the values of all.
-        fusable = one_update and self._targets_of is not None and batch.path_ids is None
+        fusable = first_is_one and self._targets_of is not None and batch.path_ids is None
         self.learned = fusable and self._learns_from(model, step)
         if self.learned:
             assert self._targets_of is not None
@@ -394,6 +397,7 @@ class Critic:
         begins = step >= self._step_ends
         if begins:
             self._step_ends = step + length
+            self.learned &= drawn  # a further pass over the batch reads the critic anew
         if begins or drawn:
             generation_ends = (step // every + 1) * every
             micro_steps = range(step, min(self._step_ends, generation_ends))

@@ -9,8 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.rollout.seeds import Mixture, training_specs
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.step.mixture import with_names
 from agile_trainers.step.task_sampling import Draw, TaskSampling
@@ -98,7 +97,6 @@ class EpisodeDraws:
             members,
             self._mixture,
             environments=draw.environments,
-            seeds=draw.seeds,
             offset=attempt * self._groups,
         )
         rows = with_names(inputs, specs)

@@ -1,4 +1,4 @@
-"""Corrects a batch that an earlier policy played (``batches_ahead``) for the drift to the policy that it trains."""
+"""Weighs the tokens of a batch that another policy played: an earlier one (drift), or an engine (mismatch)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from accelerate import Accelerator
 
 from agile_trainers.objectives.drift import (
     DECISION,
-    DPPO,
     decision_weights,
-    dppo_mask,
     drift_metrics,
     drift_weights,
 )
+from agile_trainers.objectives.mismatch import importance_weights, mismatch_metrics
 from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.types import TurnBatch
 
@@ -44,7 +43,6 @@ def corrected_drift(
     args: Any,
     log_probs: torch.Tensor,
     snapshot: torch.Tensor,
-    advantages: torch.Tensor,
     turn_ids: torch.Tensor,
     mask: torch.Tensor,
     accelerator: Accelerator,
@@ -57,7 +55,6 @@ def corrected_drift(
         args: A ``MultiTurnConfig``.
         log_probs: (B, T), under the policy that the update starts from.
         snapshot: (B, T), under the policy that played the episodes.
-        advantages: (B, T), of which ``dppo_mask`` reads the sign.
         turn_ids: (B, T) int64.
         mask: (B, T) bool, the tokens that were scored and are trained on.
         accelerator: Gathers for the metrics.
@@ -73,10 +70,35 @@ def corrected_drift(
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
-    if mode != DPPO:
-        return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
-    trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max)
-    kept = accelerator.gather(trained.sum()).sum()
-    metrics["drift/masked"] = 1.0 - (kept / counted.sum().clamp(min=1)).item()
-    # A token that was not compared keeps its weight of 1.
-    return drift_weights(log_ratio, mask, turn_ids, "token_truncate") * (trained | ~mask), metrics
+    return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
+
+
+def mismatch_weights(
+    args: Any, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Compute the importance weight of each token by ``vllm_importance_sampling_mode``.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        batch: The episodes of this process.
+        log_probs: (B, T), under the trainer's policy.
+        mask: (B, T) bool, the tokens that were scored and are trained on.
+        accelerator: Gathers the columns for the metrics.
+
+    Returns:
+        The weights (B, T), and metrics of the mismatch and of the weights over all processes.
+    """
+    correction = importance_weights(
+        log_probs,
+        batch.sampling_logprobs,
+        batch.turn_ids,
+        mask,
+        mode=args.vllm_importance_sampling_mode,
+        lowest=args.vllm_importance_sampling_clip_min,
+        highest=args.vllm_importance_sampling_clip_max,
+    )
+    columns = (log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long())
+    ours, theirs, weights, clipped, counted = (
+        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns
+    )
+    return correction.weights, mismatch_metrics(ours, theirs, weights, clipped.bool(), counted.bool())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.ratios import pool_log_probs
+from agile_trainers.step.token_batches import TokenBatch
 from agile_trainers.train_batch import Batch, TrainBatch
 
 
@@ -51,6 +53,28 @@ class LossPass:
             # The KL term must still see the policy's own distance to the reference.
             self.inputs["ref_per_token_logps"] = batch.ref_per_token_logps + (pooled - log_probs)
         return pooled
+
+
+class FirstPass:
+    """Collects the log-probs of a micro-batch from the forward passes of its first update: those of the old policy.
+
+    Args:
+        whole: The micro-batch.
+    """
+
+    def __init__(self, whole: TrainBatch) -> None:
+        self._whole = whole
+        self.log_probs = torch.zeros_like(whole.completion_ids, dtype=torch.float32)
+        """(B, T), at least float32; 0 outside of the tokens that entered the loss."""
+
+    def add(self, batch: TrainBatch, log_probs: torch.Tensor) -> None:
+        """Take the log-probs (R, S) of a forward pass of some rows, cut to their own columns."""
+        assert batch.episodes is not None and self._whole.episodes is not None
+        rows = (batch.episodes[:, None] == self._whole.episodes).int().argmax(dim=1)
+        log_probs = log_probs.to(torch.promote_types(log_probs.dtype, self.log_probs.dtype))
+        self.log_probs, length = self.log_probs.to(log_probs.dtype), log_probs.size(1)
+        # An episode of several paths may be read in several passes.
+        self.log_probs[rows, :length] = torch.where(batch.counted, log_probs, self.log_probs[rows, :length])
 
 
 Denominator = Literal["tokens", "episodes", "constant"]
@@ -211,3 +235,41 @@ def averages(
     sums = [torch.stack([_summed(value.detach().float(), mask).sum(), counts[value.ndim]]) for value in values.values()]
     reduced = accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
     return {name: (total / max(count, 1.0), count) for name, (total, count) in zip(values, reduced, strict=True)}
+
+
+def own_loss(
+    loss: Callable[[LossInputs], LossOutput],
+    name: str,
+    part: TokenBatch,
+    whole: TrainBatch,
+    log_probs: torch.Tensor,
+    entropies: torch.Tensor,
+    args: Any,
+    accelerator: Accelerator,
+    accumulation: int,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Compute the part of a micro-batch's loss that is due to one pass, by the algorithm's own loss.
+
+    Args:
+        loss: The algorithm's.
+        name: Its class.
+        part: The rows of the pass; gets the weights of the metrics.
+        whole: The micro-batch of this process.
+        log_probs: (B, T), of the forward pass.
+        entropies: (B, T), of the forward pass.
+        args: A ``MultiTurnConfig`` for episodes.
+        accelerator: The trainer's.
+        accumulation: Micro-batches of the optimizer step.
+
+    Returns:
+        The loss, and the metrics over all processes.
+    """
+    inputs = LossInputs.of(part.batch, log_probs, entropies)
+    output = checked_output(loss(inputs), inputs, name)
+    found = averages({"entropy": entropies} | output.metrics, inputs.mask, accelerator)
+    part.weights |= {metric: weight for metric, (_, weight) in found.items()}
+    processes = accelerator.num_processes
+    total = output.total(inputs.mask) / divisor(
+        output.denominator, whole, args, accumulation=accumulation, processes=processes
+    )
+    return total, {metric: mean for metric, (mean, _) in found.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.rollout.mixture import COLUMN, Mixture
+from agile_trainers.rollout.seeds import COLUMN, Mixture
 from agile_trainers.rollout.spec import EpisodeSpec
 
 _STREAMED = 1000
@@ -36,10 +36,7 @@ def mixture_of(args: MultiTurnConfig, environment: Any) -> Mixture | None:
     """
     if not isinstance(environment, Mapping):
         return None
-    weights = args.environment_weights or dict.fromkeys(environment, 1.0)
-    assert isinstance(weights, dict)
-    groups = args.generation_batch_size // args.num_generations
-    return Mixture(tuple(environment), tuple(float(weights[name]) for name in environment), groups)
+    return Mixture(tuple(environment), args.generation_batch_size // args.num_generations)
 
 
 def first_rows(
@@ -56,7 +53,7 @@ def first_rows(
         eval_rows: Its ``eval_dataset``: one, or several by name.
 
     Raises:
-        ValueError: If weights were given beside rows, a row names no environment or an unknown one, or no row is for one of
+        ValueError: If a row names no environment or an unknown one, or no row is for one of
             the environments.
     """
     if mixture is None:
@@ -73,11 +70,6 @@ def first_rows(
             found |= _first_of_each(mixture, rows, "eval_dataset" if name is None else f"eval_dataset[{name!r}]")
     if train_rows is None:
         return dict.fromkeys(mixture.names)
-    if args.environment_weights is not None:
-        raise ValueError(
-            f"environment_weights={args.environment_weights} has no effect with a train_dataset, whose column {COLUMN!r} "
-            "says how often each environment is played. Leave environment_weights unset."
-        )
     found |= _first_of_each(mixture, train_rows, "train_dataset")
     missing = [name for name in mixture.names if name not in found]
     if missing and isinstance(train_rows, Dataset):

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.mixture import COLUMN
+from agile_trainers.rollout.seeds import COLUMN
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead

@@ -12,37 +12,29 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.rollout.mixture import Mixture, systematic_sample
-from agile_trainers.rollout.seeds import environment_seed
+from agile_trainers.rollout.seeds import Mixture, systematic_sample
 
 logger = logging.get_logger(__name__)
 
 HALF_LIFE = 8
 """Groups of a task after which an earlier group of it counts half, as in AgileRL's ``TaskAssigner``."""
 _DECAY = 0.5 ** (1 / HALF_LIFE)
-_STREAM, _POOL = 3, 4
-"""First keys of the random streams that tasks are drawn from and that the seeds of a pool come from."""
+_STREAM = 3
+"""First key of the random stream that tasks are drawn from."""
 _LOGGED = 32
 """Largest number of tasks whose shares are logged one by one."""
 
 
 @dataclass(frozen=True)
 class TaskPool:
-    """The tasks that groups can start from: rows or sets of rows, environments or seeds."""
+    """The tasks that groups can start from: rows or sets of rows, or environments."""
 
-    kind: str
-    """``"rows"``, ``"environments"`` or ``"seeds"``."""
-    base: np.ndarray
-    """(tasks,) float64, weights of the tasks without adaptation."""
+    size: int
+    """Number of tasks."""
     names: tuple[str, ...] = ()
     """Names of the tasks; empty where their indices name them."""
     task_of: np.ndarray | None = None
-    """(rows,) int64, the task of each row; None without rows."""
-
-    @property
-    def size(self) -> int:
-        """Number of tasks."""
-        return len(self.base)
+    """(rows,) int64, the task of each row; None for environments."""
 
     def name(self, task: int) -> str:
         """Return the name of a task."""
@@ -57,8 +49,6 @@ class Draw:
     rows: list[int] | None = None
     """Indices of dataset rows."""
     environments: list[str] | None = None
-    seeds: list[int] | None = None
-    """Seeds of the environments."""
 
 
 @dataclass
@@ -84,9 +74,6 @@ def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> T
         ValueError: For options that have no effect on these rows, or that need others.
     """
     adaptive = args.task_sampling == "adaptive"
-    if args.task_seeds is not None and (dataset is not None or mixture is not None):
-        there = "a train_dataset, whose rows are the tasks" if dataset is not None else "several environments"
-        raise ValueError(f"task_seeds={args.task_seeds} has no effect with {there}. Leave task_seeds unset.")
     if args.task_column is not None and dataset is None:
         raise ValueError(
             f"task_column={args.task_column!r} names a column of train_dataset, and there is none. Pass train_dataset, or "
@@ -95,13 +82,11 @@ def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> T
     if dataset is not None:
         return _rows(args, dataset, adaptive)
     if mixture is not None:
-        return TaskPool("environments", np.array(mixture.weights, dtype=float), mixture.names)
-    if args.task_seeds is not None:
-        return TaskPool("seeds", np.ones(args.task_seeds))
+        return TaskPool(len(mixture.names), mixture.names)
     if adaptive:
         raise ValueError(
             "task_sampling='adaptive' needs tasks that are played again and again, and without a train_dataset every group "
-            "has a seed of its own. Pass train_dataset, several environments, or task_seeds (a number of seeds)."
+            "has a seed of its own. Pass train_dataset, or several environments."
         )
     return None
 
@@ -127,9 +112,9 @@ def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | Non
         return None
     number = len(dataset)
     if column is None:
-        return TaskPool("rows", np.ones(number), task_of=np.arange(number))
+        return TaskPool(number, task_of=np.arange(number))
     names, task_of = np.unique([str(value) for value in dataset.with_format(None)[column][:]], return_inverse=True)
-    return TaskPool("rows", np.ones(len(names)), tuple(names.tolist()), task_of)
+    return TaskPool(len(names), tuple(names.tolist()), task_of)
 
 
 def _rows_of(tasks: np.ndarray, task_of: np.ndarray, random: np.random.Generator) -> list[int]:
@@ -145,8 +130,8 @@ def _rows_of(tasks: np.ndarray, task_of: np.ndarray, random: np.random.Generator
 class TaskSampling:
     """Draws the tasks of a run, and counts how often their groups had an advantage.
 
-    With ``task_sampling="adaptive"`` a task's weight is ``(informative + 1) / (observed + 2)``, whatever its number of rows;
-    that of an environment is multiplied by it (AgileRL's rule). ``observed`` counts the task's groups, ``informative`` those
+    With ``task_sampling="adaptive"`` a task's weight is ``(informative + 1) / (observed + 2)``, whatever its number of rows
+    (AgileRL's rule). ``observed`` counts the task's groups, ``informative`` those
     that were no zero-advantage groups; before each new group of the task both are multiplied by ``0.5 ** (1 / 8)``. A task
     that was not played yet has weight 1/2. Of the rows of a drawn task each is equally likely.
 
@@ -181,21 +166,19 @@ class TaskSampling:
             The draw; nothing where the batch takes TRL's order of the rows, or every group has a seed of its own.
         """
         pool = self._pool
-        if pool is None or not (self.adaptive or attempt or pool.kind == "seeds"):
+        if pool is None or not (self.adaptive or attempt):
             return Draw()
         entropy = np.random.SeedSequence((self._seed, _STREAM, generation, attempt))
         random = np.random.Generator(np.random.Philox(entropy))
         if pool.task_of is not None and not self.adaptive:  # each row is equally likely
             rows = systematic_sample(np.ones(len(pool.task_of)), self._groups, random)
             return Draw(pool.task_of[rows].tolist(), rows.tolist())
-        tasks = systematic_sample(pool.base * self.weights if self.adaptive else pool.base, self._groups, random)
+        tasks = systematic_sample(self.weights if self.adaptive else np.ones(pool.size), self._groups, random)
         draw = Draw(tasks.tolist())
         if pool.task_of is not None:
             draw.rows = _rows_of(tasks, pool.task_of, random)
-        elif pool.kind == "environments":
-            draw.environments = [pool.names[task] for task in tasks]
         else:
-            draw.seeds = [environment_seed(self._seed, _POOL, 0, int(task)) for task in tasks]
+            draw.environments = [pool.names[task] for task in tasks]
         return draw
 
     def observe(self, tasks: Sequence[int] | None, names: Sequence[str | None], zero: Sequence[bool]) -> None:
@@ -239,7 +222,7 @@ class TaskSampling:
                 metrics[f"tasks/{name}/share"] = played[name] / len(seen.names)
                 metrics[f"tasks/{name}/zero_advantage"] = without[name] / played[name]
         if self.adaptive and self._pool is not None:
-            weights = self._pool.base * self.weights
+            weights = self.weights
             metrics["tasks/seen"] = float((self._observed > 0).mean())
             metrics["tasks/effective"] = float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
         return metrics

@@ -7,7 +7,9 @@ import time
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import SchedulerType
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
@@ -16,8 +18,7 @@ from agile_trainers.imports import nearest
 from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.rollout.seeds import Mixture, preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.mixture import with_names
 from agile_trainers.step.reward import Rewards, not_scored
@@ -96,6 +97,14 @@ class EpisodeEvaluator:
         metrics = evaluation_summary(results, rewarded, scores, prefix, started, only_return=only_return)
         extra = self._rewards.drain_columns(len(specs))
         return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)
+
+
+def conversations(played: Evaluated, count: int) -> np.ndarray:
+    """Collect the conversations of all processes, an object array (count,) in the order of the rows."""
+    said = np.empty(count, dtype=object)
+    for place, messages in gather_object(list(zip(played.places, (t.messages for t in played.trajectories)))):
+        said[place] = messages
+    return said
 
 
 _KEPT = ("prompt", "image", "images")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from agile_trainers.adapters.folders import naming_full_disk
 from agile_trainers.config.rules import BY_HAND, check_rules
 from agile_trainers.monitor.progress import close_tables
-from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.types import Trajectory
 
@@ -67,7 +66,17 @@ class Updates:
     # ------------------------------------------------------------------------------------------------- begin and end
 
     def start(self, resume_from_checkpoint: str | bool | None = None) -> None:
-        """Begin a run; see :meth:`MultiTurnTrainer.start`."""
+        """Begin a run of :meth:`rollout` and :meth:`update`, as ``train()`` does before its first step.
+
+        The first ``rollout()`` or ``update()`` of a trainer that has not trained yet calls it.
+
+        Args:
+            resume_from_checkpoint: As for :meth:`train`.
+
+        Raises:
+            RuntimeError: In the middle of a run.
+            ValueError: Without an environment, or where updates and generation batches do not end together.
+        """
         self._check_environment()
         if self.is_open:
             raise RuntimeError("start() was called in the middle of a run. Call finish() first.")
@@ -104,7 +113,11 @@ class Updates:
         return self._beginning
 
     def finish(self) -> None:
-        """End a run; see :meth:`MultiTurnTrainer.finish`."""
+        """End a run of :meth:`update` before ``max_steps``, as ``train()`` ends: best model, callbacks, pushes.
+
+        Raises:
+            RunOverError: If the run is over.
+        """
         trainer, epoch = self._trainer, self._epoch
         if epoch is None:
             raise RunOverError("finish() ends a run of rollout() and update(), but no run is under way.")
@@ -117,11 +130,10 @@ class Updates:
     def close(self) -> None:
         """End a run without what :meth:`finish` does."""
         trainer = self._trainer
-        assert trainer.engine is not None
         self._epoch, self._pending, trainer.is_in_train = None, None, False
         trainer.rollout_log.finish()
-        close_tables(trainer)
-        trainer.engine.pool.close()
+        close_tables(trainer.callback_handler)
+        trainer.setup.pool.close()
         self._resources.close()
 
     def _open(self) -> dict[str, Any]:
@@ -138,17 +150,30 @@ class Updates:
             raise RunOverError("The run was over when it began: raise max_steps or num_train_epochs.")
         return self._epoch
 
-    def _check_environment(self) -> RolloutEngine:
+    def _check_environment(self) -> None:
         if self._trainer.engine is None:
             raise ValueError("rollout() and update() play an environment: pass `environment=...` to the trainer.")
         self._trainer.check_open()
         check_rules(self._trainer.args, BY_HAND)
-        return self._trainer.engine
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
     def rollout(self, rows: Sequence[Row] | None, generation: int | None) -> list[Trajectory]:
-        """Play episodes; see :meth:`MultiTurnTrainer.rollout`."""
+        """Play episodes with the current policy, without training. The same call gives the same episodes.
+
+        Args:
+            rows: Dataset rows, passed to ``reset`` as options: one for each group of this process (equally many on each).
+                Default: the next rows of ``train()``; without a ``train_dataset`` the same number of episodes.
+            generation: Index of the generation batch, which seeds environments and sampling. Default: the one that
+                ``train()`` would play next, until an update is made.
+
+        Returns:
+            The episodes of this process, the ``num_generations`` members of a group side by side.
+
+        Raises:
+            ValueError: Without an environment, or for empty rows or a negative index.
+            RunOverError: If the next rows are needed and the run is over.
+        """
         self._check_environment()
         trainer = self._trainer
         if generation is not None and generation < 0:
@@ -237,7 +262,23 @@ class Updates:
     # -------------------------------------------------------------------------------------------------------- update
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Train on episodes; see :meth:`MultiTurnTrainer.update`."""
+        """Train on episodes as ``train()`` does on a generation batch: credit, loss, ``num_iterations`` passes.
+
+        Schedule, callbacks, logs, evaluations and checkpoints are those of ``train()``; the run ends at ``max_steps``. Where
+        ``gradient_accumulation_steps`` spans several generation batches, an update takes them all.
+
+        Args:
+            trajectories: This process's episodes, whole groups side by side, as :meth:`rollout` returns them. Their rewards
+                may have been changed, and groups taken from several rollouts. They count as sampled by the current policy.
+
+        Returns:
+            The metrics of these optimizer steps (means), ``loss``, ``grad_norm``, ``learning_rate``, and the ``step``.
+
+        Raises:
+            ValueError: For more or fewer episodes than an update takes, or torn groups.
+            TypeError: For anything but trajectories.
+            RunOverError: If the run is over; see :meth:`start`.
+        """
         self._check_environment()
         batches = self._generation_batches(list(trajectories))
         self._open()
@@ -282,7 +323,7 @@ class Updates:
             raise
         finally:
             handler.__dict__.pop("on_epoch_end", None)
-        result = self._meter.read(trainer)
+        result = self._meter.read()
         if trainer.control.should_training_stop:
             self.finish()
         trainer.stop.pass_on()
@@ -291,15 +332,18 @@ class Updates:
     @contextmanager
     def watched(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> Iterator[None]:
         """Note an optimizer step around ``_maybe_log_save_evaluate``, which clears its metrics."""
-        trainer, epoch = self._trainer, self._epoch
+        trainer, epoch, metrics = self._trainer, self._epoch, self._trainer._metrics["train"]
         if epoch is None:
             yield
             return
         if trainer.state.global_step != self._meter.step:
             trainer.state.epoch = epoch["epoch"] + (trainer._step - self._before) / epoch["steps_in_epoch"]
-            self._meter.note(trainer, tr_loss, grad_norm, learning_rate)
+            self._meter.note(trainer.state.global_step, self._mean(tr_loss), grad_norm, learning_rate, metrics)
         yield
-        self._meter.mark(trainer, tr_loss)
+        self._meter.mark(self._mean(tr_loss), metrics)
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        return self._trainer.accelerator.gather(loss.detach().reshape(1)).mean().item()
 
     def _generation_batches(self, trajectories: list[Trajectory]) -> list[list[Trajectory]]:
         """Split episodes into generation batches; raise on all processes if they are not a whole update.
@@ -364,26 +408,27 @@ class _Meter:
         self._lengths: dict[str, int] = {}
         self._values: dict[str, list[float]] = {}
 
-    def note(self, trainer: Any, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
+    def note(
+        self, step: int, loss: float, grad_norm: Any, learning_rate: float | None, metrics: Mapping[str, list[float]]
+    ) -> None:
         """Add the metrics of an optimizer step."""
-        self.step = trainer.state.global_step
-        loss = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
+        self.step = step
         self._add("loss", [loss - self._loss_before])
         self._add("grad_norm", [] if grad_norm is None else [float(grad_norm)])
         self._add("learning_rate", [] if learning_rate is None else [learning_rate])
-        for name, values in trainer._metrics["train"].items():
+        for name, values in metrics.items():
             # Some metrics are replaced in every step instead of extended.
             self._add(name, values[self._lengths.get(name, 0) :] or values[-1:])
 
     def _add(self, name: str, values: list[float]) -> None:
         self._values.setdefault(name, []).extend(values)
 
-    def mark(self, trainer: Any, tr_loss: torch.Tensor) -> None:
+    def mark(self, loss: float, metrics: Mapping[str, list[float]]) -> None:
         """Note the length of each metric, after `Trainer` may have logged and cleared them."""
-        self._loss_before = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
-        self._lengths = {name: len(values) for name, values in trainer._metrics["train"].items()}
+        self._loss_before = loss
+        self._lengths = {name: len(values) for name, values in metrics.items()}
 
-    def read(self, trainer: Any) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Return the means over the steps since the last call, and clear them."""
         values, self._values = self._values, {}
         sound = {name: [v for v in column if not math.isnan(v)] for name, column in values.items()}

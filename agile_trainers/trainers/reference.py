@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from agile_trainers.adapters import (
@@ -22,6 +23,7 @@ from agile_trainers.adapters import (
     restore_adapter,
     starts_elsewhere,
 )
+from agile_trainers.step.log_probs import Models
 
 _WEIGHTS = "model.safetensors"
 
@@ -30,16 +32,20 @@ class ReferencePolicy:
     """The reference policy of a run with ``beta``.
 
     Args:
-        trainer: After TRL's own constructor.
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's.
+        models: Returns the policy and the reference model, as the trainer has them now.
         saved: The adapters that the policy was loaded from, if any.
 
     Raises:
         ValueError: For options that do not fit the kind of reference.
     """
 
-    def __init__(self, trainer: GRPOTrainer, saved: SavedAdapters | None) -> None:
-        self._trainer = trainer
-        args, model = trainer.args, trainer.model
+    def __init__(
+        self, args: Any, accelerator: Accelerator, models: Callable[[], Models], saved: SavedAdapters | None
+    ) -> None:
+        self._args, self._accelerator, self._models = args, accelerator, models
+        model = models().policy
         self._moved: bool = args.sync_ref_model
         is_peft = isinstance(model, PeftModel)
         if args.reference_adapter:
@@ -51,28 +57,29 @@ class ReferencePolicy:
             add_reference(model)
         if saved is not None and args.keep_reference:
             load_reference(model, saved.folders[REFERENCE])
-        elif trainer.beta != 0.0 and is_peft and (saved or starts_elsewhere(model.peft_config[POLICY])):
+        elif args.beta != 0.0 and is_peft and (saved or starts_elsewhere(model.peft_config[POLICY])):
             # Disabling such an adapter gives another policy than the one that training starts from.
             add_reference(model)
             copy_adapter(model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
-        if args.reference_update_steps:
-            if is_peft and REFERENCE not in model.peft_config:
-                raise ValueError(
-                    f"reference_update_steps={args.reference_update_steps} moves the reference, which here is the frozen "
-                    "base model. Set reference_adapter=True."
-                )
-            trainer.add_callback(_UpdateReference(self))
+        if args.reference_update_steps and is_peft and REFERENCE not in model.peft_config:
+            raise ValueError(
+                f"reference_update_steps={args.reference_update_steps} moves the reference, which here is the frozen "
+                "base model. Set reference_adapter=True."
+            )
+
+    @property
+    def _policy(self) -> Any:
+        return self._accelerator.unwrap_model(self._models().policy)
 
     def update(self) -> None:
         """Make the current policy the reference; see :meth:`MultiTurnTrainer.update_reference`."""
-        trainer: Any = self._trainer
-        policy = trainer.accelerator.unwrap_model(trainer.model)
+        policy, reference = self._policy, self._models().reference
         self._moved = True
-        if trainer.ref_model is not None:
-            SyncRefModelCallback.sync_target_model(policy, trainer.accelerator.unwrap_model(trainer.ref_model), 1.0)
+        if reference is not None:
+            SyncRefModelCallback.sync_target_model(policy, self._accelerator.unwrap_model(reference), 1.0)
         elif isinstance(policy, PeftModel) and REFERENCE in policy.peft_config:
             copy_adapter(policy, POLICY, REFERENCE)
-        elif trainer.args.beta == 0.0:
+        elif self._args.beta == 0.0:
             raise ValueError("There is no reference to update: beta is 0.0.")
         else:
             raise ValueError("The reference is the frozen base model, which cannot move. Set reference_adapter=True.")
@@ -82,35 +89,40 @@ class ReferencePolicy:
 
         Every process has to call it, since each may hold a shard of the weights.
         """
-        trainer: Any = self._trainer
-        if not self._moved or trainer.ref_model is None:
+        reference = self._models().reference
+        if not self._moved or reference is None:
             return
-        weights = trainer.accelerator.get_state_dict(trainer.ref_model)
-        if trainer.args.should_save:
+        weights = self._accelerator.get_state_dict(reference)
+        if self._args.should_save:
             (folder / REFERENCE).mkdir(exist_ok=True)
             whole = {name: weight.clone().contiguous() for name, weight in weights.items()}
             save_file(whole, folder / REFERENCE / _WEIGHTS)
 
     def restore(self, folder: Path) -> None:
         """Load the reference model that :meth:`save` wrote, if any."""
-        trainer: Any = self._trainer
-        file = folder / REFERENCE / _WEIGHTS
-        if trainer.ref_model is None or not file.is_file():
+        file, reference = folder / REFERENCE / _WEIGHTS, self._models().reference
+        if reference is None or not file.is_file():
             return
         self._moved = True
         weights = load_file(file)
-        for name, parameter in trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters():
+        for name, parameter in self._accelerator.unwrap_model(reference).named_parameters():
             assign_parameter(parameter, weights[name])
 
     def restore_after_deepspeed(self, folder: Path) -> None:
         """Load the reference after DeepSpeed, which loads trained parameters only."""
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        policy = self._policy
         if isinstance(policy, PeftModel) and REFERENCE in policy.peft_config:
             restore_adapter(policy, REFERENCE, folder / REFERENCE)
         self.restore(folder)
 
 
-class _UpdateReference(TrainerCallback):
+class ReferenceUpdates(TrainerCallback):
+    """Moves the reference to the policy every ``reference_update_steps``.
+
+    Args:
+        reference: The reference.
+    """
+
     def __init__(self, reference: ReferencePolicy) -> None:
         self._reference = reference
 

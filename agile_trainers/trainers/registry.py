@@ -100,7 +100,7 @@ def find_algorithm(name: str) -> type[MultiTurnTrainer]:
         ) from error
 
 
-def _checked(trainer: Any, name: str) -> type[MultiTurnTrainer]:
+def _checked(trainer: type[Any], name: str) -> type[MultiTurnTrainer]:
     from agile_trainers.trainers.trainer import MultiTurnTrainer
 
     if not isinstance(trainer, type) or not issubclass(trainer, MultiTurnTrainer):

@@ -1,14 +1,16 @@
-"""Sets up a run with an environment: its arguments before TRL's constructor, then policy, engine and packer."""
+"""Sets up a run with an environment: its arguments before TRL's constructor, then all its parts, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial, wraps
 from itertools import islice
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from peft.utils import TrainableTokensWrapper
@@ -17,30 +19,60 @@ from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
-from agile_trainers.adapters import check_repeatable, within_scope
+from agile_trainers.adapters import SavedAdapters, check_repeatable, within_scope
+from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
+from agile_trainers.checkpoints.stopping import GracefulStop
+from agile_trainers.config.launch_checks import check_engine
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import MACHINE, check_order_of_turns, check_rules
+from agile_trainers.config.rules import (
+    MACHINE,
+    check_order_of_turns,
+    check_own_loss,
+    check_rules,
+    check_weighs_decisions,
+    skips_zero_advantage,
+)
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
+from agile_trainers.monitor.episode_log import EpisodeLog
+from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
+from agile_trainers.monitor.nonfinite import StepGuard
+from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.packing.kept_head import KeptHead
-from agile_trainers.packing.packer import Packer
+from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
+from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import TRAINING, environment_seed
+from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
+from agile_trainers.sampling.delivery import Delivery
+from agile_trainers.sampling.mismatch import MismatchMonitor
+from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype
-from agile_trainers.step.dropout import is_noisy
+from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
+from agile_trainers.step.batch import BatchMaker
+from agile_trainers.step.credit import CreditAssignment, TurnEntropies
+from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
+from agile_trainers.step.draws import EpisodeDraws
+from agile_trainers.step.dropout import is_noisy, switch_off_noise
+from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
-from agile_trainers.step.reward import add_return_reward
-from agile_trainers.step.task_sampling import TaskPool, task_pool
-from agile_trainers.trainers.evaluation import kept_columns, played_columns, with_best_metric
+from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
+from agile_trainers.step.reward import Rewards, add_return_reward
+from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
+from agile_trainers.step.token_batches import TokenBatches, remember_attributes
+from agile_trainers.train_batch import Batch
+from agile_trainers.trainers.arguments import check_trainer_arguments
+from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
+from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
 
 logger = logging.get_logger(__name__)
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass
@@ -67,36 +99,79 @@ class RunSetup:
     first_states: dict[str | None, ResetResult | None]
     """The first observation of each environment; None for an agent."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the trainer that were completed, by name."""
+        names = ("args", "peft_config", "train_dataset", "eval_dataset", "reward_funcs", "reward_processing_classes")
+        return {name: getattr(self, name) for name in names}
 
-def prepare_run(
-    args: MultiTurnConfig,
-    environment: Any,
-    *,
-    model: Any,
-    peft_config: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    reward_funcs: Any,
-    reward_processing_classes: Any,
-) -> RunSetup:
+
+def closed_on_error(init: _Method) -> _Method:
+    """Let a constructor that fails close the trainer, so that what it has begun ends at once."""
+
+    @wraps(init)
+    def closing(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    return cast(_Method, closing)
+
+
+def without_environment(kind: type[Any], args: Any, environment_factory: Any) -> Any:
+    """Return the configuration of a trainer without an environment, which is TRL's.
+
+    Args:
+        kind: The class of the trainer.
+        args: Its configuration.
+        environment_factory: TRL's argument.
+
+    Raises:
+        ValueError: If the algorithm trains on episodes only, or brings a loss of its own.
+    """
+    if kind.needs_environment:
+        theirs = "trl_environment(...) with the same factory" if environment_factory is not None else "..."
+        raise ValueError(
+            f"{kind.__name__} needs an environment: `environment={theirs}`, --environment on the command line."
+        )
+    if kind.loss is not None:
+        raise ValueError(
+            f"{kind.__name__} brings a loss of its own, which has no effect without an environment: the trainer is TRL's "
+            "there. Name one: `environment=...`, --environment on the command line."
+        )
+    if environment_factory is not None:
+        logger.warning(
+            "environment_factory makes this TRL's own trainer: no credit per turn, no records of episodes. "
+            "environment=trl_environment(...) plays the same factory with both."
+        )
+    # TRL's own configuration will do for TRL's own trainer.
+    return args.without_environment() if isinstance(args, MultiTurnConfig) else args
+
+
+def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> RunSetup:
     """Check the arguments of a trainer for episodes, complete them, read the data and reset the environments once.
 
     The caller's objects are not changed.
 
     Args:
-        args: The trainer's, as the user gave it.
+        kind: The class of the trainer.
         environment: An id, a factory, or several of them by name.
-        model: The trainer's.
-        peft_config: The trainer's.
-        train_dataset: The trainer's.
-        eval_dataset: The trainer's.
-        reward_funcs: The trainer's.
-        reward_processing_classes: The trainer's.
+        given: The other arguments of its constructor, by name.
 
     Raises:
+        TypeError: For an argument of the wrong kind.
         ValueError: For arguments that contradict each other or would have no effect.
         EnvironmentProtocolError: If an environment fails or breaks the protocol.
     """
+    model, peft_config = given["model"], given["peft_config"]
+    train_dataset, eval_dataset, reward_funcs = given["train_dataset"], given["eval_dataset"], given["reward_funcs"]
+    check_trainer_arguments(kind, model, given["args"], given)
+    check_weighs_decisions(given["args"], kind)
+    if kind.loss is not None:
+        check_own_loss(given["args"], kind.loss_needs)
+    args: MultiTurnConfig = given["args"]
     args = args.with_environment(names_of(environment))
     check_machine(args)
     check_repeatable(model, peft_config)
@@ -114,7 +189,9 @@ def prepare_run(
     probed = first_rows(mixture, args, train_dataset, eval_rows)
     tasks = task_pool(args, train_dataset, mixture)
     columns = with_column(mixture, played_columns(train_dataset, eval_rows, evaluates=args.eval_strategy != "no"))
-    functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
+    functions, classes, args.reward_weights = add_return_reward(
+        args, reward_funcs, given["reward_processing_classes"], columns
+    )
 
     options = EpisodeOptions.of_args(args)
     pool = options.make_pool(factories)
@@ -128,6 +205,8 @@ def prepare_run(
         for name, row in probed.items()
     }
     warn_of_unseen_prompts(probed, first_states)
+    if args.vllm_server_start:  # the GPUs that this process leaves are the server's
+        args._n_gpu = min(args.n_gpu, 1)
     return RunSetup(
         args=args,
         peft_config=peft_config,
@@ -143,6 +222,237 @@ def prepare_run(
         pool=pool,
         first_states=first_states,
     )
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Attributes of TRL's trainer, private ones too, that the parts of a run read."""
+
+    algorithm: str
+    """Its name in records."""
+    tokenizer: Any
+    topology: Any
+    """Processes of the launch."""
+    metrics: dict[str, list[float]]
+    """Metrics of training that the next log shows."""
+    add_metrics: Callable[[Mapping[str, float]], None]
+    token_log_probs: TokenLogProbs
+    calculate_rewards: Callable[..., torch.Tensor]
+    pending_metrics: dict[str, list[float]]
+    pending_columns: dict[str, list[Any]]
+    train_sampler: Callable[[], Any]
+
+
+@dataclass
+class StepParts:
+    """The parts of a training step."""
+
+    sampler: RolloutSampler
+    packer: Packer
+    token_batches: TokenBatches
+    runner: EpisodeRunner
+    rewards: Rewards
+    rollouts: GroupRollouts
+    log_prob_passes: LogProbPasses
+    critic: Critic | NoCritic
+    batches: BatchMaker
+    mismatch: MismatchMonitor
+    turn_entropies: TurnEntropies
+    offloading: AbstractContextManager[Any]
+    """Context of a step, which may keep activations in the CPU's memory."""
+
+
+@dataclass
+class RunParts(StepParts):
+    """The parts of a run of episodes."""
+
+    engine: RolloutEngine
+    reference: ReferencePolicy
+    checkpoints: RunCheckpoints
+    stop: GracefulStop
+    guard: StepGuard
+    health: HealthChecks
+    rollout_log: RolloutLog
+    episode_log: EpisodeLog
+    evaluator: EpisodeEvaluator
+
+
+def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters | None, closing: ExitStack) -> RunParts:
+    """Make the parts of a run of episodes, after TRL's own constructor: the policy's, a step's, the log's.
+
+    Args:
+        trainer: A ``MultiTurnTrainer``.
+        seam: What TRL's trainer keeps to itself.
+        setup: Of :func:`prepare_run`.
+        saved: The adapters that the policy was loaded from, if any.
+        closing: Gets what frees the parts again.
+
+    Raises:
+        ValueError: For a model or options that do not fit.
+    """
+    args, accelerator, policy = trainer.args, trainer.accelerator, trainer.model
+    check_engine(accelerator, args)
+    prepare_policy(policy, seam.tokenizer, auxiliary_loss=trainer.aux_loss_enabled)
+    if trainer.aux_loss_enabled:
+        own_loss = None if trainer.loss is None else type(trainer).__name__
+        check_auxiliary_loss(args, own_loss, trainer.router_aux_loss_coef)
+    engine = make_rollout_engine(
+        args, setup, trainer.processing_class, trainer.eos_token_ids, policy.config, needs_anchors=trainer.needs_anchors
+    )
+    reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
+    if args.reference_update_steps:
+        trainer.add_callback(ReferenceUpdates(reference))
+    _switch_off_noise(args, accelerator, policy, trainer.ref_model)
+    if args.device.type == "cpu":
+        # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
+        vars(args)["_setup_devices"] = torch.device("cpu")
+    checkpoints = RunCheckpoints(trainer, seam.algorithm, trainer.environment, saved)
+    stop = GracefulStop(accelerator)
+    trainer.add_callback(stop)
+    step = _make_step(trainer, seam, setup, engine, saved, closing)
+    token_ids = (seam.tokenizer.pad_token_id, trainer.eos_token_ids[0])
+    measurements = PolicyMeasurements(step.log_prob_passes, accelerator, args.diagnosis_interval, token_ids)
+    health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
+    rollout_log = RolloutLog(args, accelerator, trainer.processing_class, checkpoints, health)
+    trainer.add_callback(rollout_log)
+    playing = engine.beside() if args.batches_ahead else engine
+    closing.callback(playing.pool.close)
+    closing.callback(playing.pool.abandon)
+    return RunParts(
+        **vars(step),
+        engine=engine,
+        reference=reference,
+        checkpoints=checkpoints,
+        stop=stop,
+        guard=StepGuard(),
+        health=health,
+        rollout_log=rollout_log,
+        episode_log=EpisodeLog(args, step.rewards, engine.reports_success, trainer.environment, health.note),
+        evaluator=EpisodeEvaluator(args, accelerator, playing, step.sampler, setup.mixture, step.rewards),
+    )
+
+
+def _make_step(
+    trainer: Any, seam: Seam, setup: RunSetup, engine: RolloutEngine, saved: SavedAdapters | None, closing: ExitStack
+) -> StepParts:
+    """Make what samples and what all forward passes share, then what uses them."""
+    args, accelerator, policy = trainer.args, trainer.accelerator, trainer.model
+    offloading = activation_offloading(args, policy)
+    sampler = RolloutSampler(
+        args, accelerator, accelerator.unwrap_model(policy), lambda: trainer.model_wrapped, engine, seam.tokenizer,
+        seam.topology,
+    )  # fmt: skip
+    # The last is closed first: environments end before what answers them.
+    for close in (sampler.close, engine.pool.close, engine.pool.abandon):
+        closing.callback(close)
+    packer = make_packer(args, accelerator, policy, trainer.ref_model, auxiliary_loss=trainer.aux_loss_enabled)
+    token_batches = TokenBatches(
+        args, accelerator, packer, policy, auxiliary_loss=trainer.aux_loss_enabled, metrics=seam.metrics,
+        loss_needs=None if trainer.loss is None else trainer.loss_needs,
+    )  # fmt: skip
+    sampler.bound_by(token_batches.room, planned_tokens(engine, setup.first_states))
+    runner = EpisodeRunner(engine, sampler)
+    rewards = Rewards(
+        seam.calculate_rewards, trainer.reward_func_names, trainer.reward_weights, accelerator, seam.pending_metrics,
+        seam.pending_columns,
+    )  # fmt: skip
+    per_sequence = args.importance_sampling_level == "sequence"
+    credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
+    snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
+    tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
+    draws = EpisodeDraws(
+        args, accelerator, tasks,
+        dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
+    )  # fmt: skip
+    ahead = None
+    if snapshots is not None:
+        check_plays_ahead(accelerator.unwrap_model(policy), trainer.train_dataset)
+        order = RowOrder(seam.train_sampler, args.generation_batch_size, trainer.micro_steps_per_generation)
+        ahead = BatchesAhead(
+            args.batches_ahead, engine, sampler, snapshots, lambda index: draws.batch_of(order.of(index), index)
+        )
+        closing.callback(ahead.close)
+    end_token = trainer.eos_token_ids[0]
+    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device)
+    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead)
+    passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
+    critic: Critic | NoCritic = NoCritic()
+    if args.has_critic:
+        attach_critic(policy, args, saved, trainer.optimizer, name=type(trainer).__name__)
+        targets_of = (lambda turns: trainer.assign_credit(turns).columns[TARGETS]) if trainer.targets_by_row else None
+        critic = Critic(args, accelerator, packer, token_batches, targets_of)
+        _switch_off_noise(args, accelerator, policy, trainer.ref_model)
+        critic.unfreeze(policy)
+    # Of a loss of one's own the other terms are not known.
+    skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
+    batches = BatchMaker(
+        args, accelerator, passes, credit, critic, snapshots, seam.add_metrics,
+        skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
+    )  # fmt: skip
+    delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
+    mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
+    turn_entropies = TurnEntropies()
+    token_batches.observers = [
+        turn_entropies.remember,
+        mismatch.meter.remember,
+        critic.remember,
+        partial(remember_attributes, offloading),
+    ]
+    return StepParts(
+        sampler=sampler,
+        packer=packer,
+        token_batches=token_batches,
+        runner=runner,
+        rewards=rewards,
+        rollouts=rollouts,
+        log_prob_passes=passes,
+        critic=critic,
+        batches=batches,
+        mismatch=mismatch,
+        turn_entropies=turn_entropies,
+        offloading=offloading,
+    )
+
+
+def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:
+    """Collect what a checkpoint holds of a run beside its weights.
+
+    Args:
+        parts: The parts of the run.
+        steps: Micro-steps that were trained.
+        micro_batches: The rest of the generation batch.
+    """
+    rollout = RolloutState(steps, micro_batches, parts.health.state(), dict(vars(parts.guard)))
+    rollout.token_budget, rollout.episodes = parts.token_batches.budget, parts.rollout_log.unfinished
+    rollout.rows = parts.sampler.rows
+    rollout.packing, rollout.tasks = dict(vars(parts.packer.state)), parts.rollouts.state()
+    rollout.ahead = None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()
+    return rollout
+
+
+def restore_state(parts: RunParts, rollout: RolloutState) -> None:
+    """Give the parts of a run their state of a checkpoint.
+
+    Args:
+        parts: The parts, changed in place.
+        rollout: Their state.
+    """
+    parts.health.restore(rollout.health)
+    parts.guard = StepGuard(**rollout.skipped_steps)
+    parts.token_batches.restore(rollout.token_budget)
+    parts.sampler.restore(rollout.rows)
+    parts.packer.state = PackingState(**rollout.packing)
+    parts.rollouts.restore(rollout.tasks)
+    if parts.rollouts.ahead is not None and rollout.ahead is not None:
+        parts.rollouts.ahead.restore(rollout.ahead)
+
+
+def _switch_off_noise(args: MultiTurnConfig, accelerator: Accelerator, *models: Any) -> None:
+    """Switch off dropout and other noise; called again after an adapter is added."""
+    for model in models if args.disable_dropout else ():
+        if model is not None:
+            # DeepSpeed has wrapped the reference by now.
+            switch_off_noise(accelerator.unwrap_model(model))
 
 
 def warn_of_unseen_prompts(

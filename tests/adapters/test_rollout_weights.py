@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agile_trainers.adapters.fused import cast_once, check_mergeable, fuse, merged_adapter
+from agile_trainers.adapters.fused import cast_once, fuse
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -101,45 +101,7 @@ def test_casts_that_do_not_fit_are_left_out() -> None:
             )
 
 
-@pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
-def test_a_merged_adapter_is_the_same_function_without_its_products(lora: dict[str, Any]) -> None:
-    model = policy(**lora)
-    with torch.no_grad():
-        expected = model(IDS).logits
-        with unchanged(model), merged_adapter(model) as size:
-            torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=0)
-            with Counted() as count:
-                model(IDS)
-        with model.disable_adapter(), Counted() as base:
-            plain = model(IDS).logits
-    assert size > 0 and (plain - expected).abs().max() > 0.01
-    assert count.operations == base.operations
-
-
-def test_both_at_once_and_an_error_inside() -> None:
+def test_an_error_inside_gives_the_weights_back() -> None:
     model = policy()
-    with (
-        unchanged(model),
-        pytest.raises(KeyError),
-        merged_adapter(model),
-        cast_once(model, torch.bfloat16),
-    ):
-        base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-        assert base.weight.dtype == torch.bfloat16
-        raise KeyError
-
-
-def test_layers_that_are_more_than_lora_keep_their_adapter() -> None:
-    model = policy(use_dora=True)
-    with torch.no_grad():
-        expected = model(IDS).logits
-        with unchanged(model), merged_adapter(model) as size:
-            assert size == 0 and model(IDS).logits.equal(expected)
-    with pytest.raises(ValueError, match="no layer of it is a plain LoRA layer"):
-        check_mergeable(model)
-
-
-def test_what_cannot_be_merged() -> None:
-    check_mergeable(policy())
-    with pytest.raises(ValueError, match="no effect on this policy"):
-        check_mergeable(policy().unload())
+    with unchanged(model), pytest.raises(RuntimeError, match="inside"), cast_once(model, torch.bfloat16):
+        raise RuntimeError("inside")

@@ -24,7 +24,7 @@ from agile_environments.archive import (
 )
 from agile_trainers.envs.agent import Agent, Task
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.rollout.scripted_policies import PlayedAgent, demonstrate_agent, play_agent
+from agile_trainers.evaluation.scripted_policies import PlayedAgent, demonstrate_agent, play_agent
 from agile_trainers.types import Message
 
 QUESTION = "Which animal does Bob keep ?"

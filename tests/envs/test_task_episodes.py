@@ -11,7 +11,7 @@ from agile_environments import TASKS
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import play
-from agile_trainers.rollout.scripted_policies import play_agent
+from agile_trainers.evaluation.scripted_policies import play_agent
 
 POLICIES = ("random_policy", "random_legal_policy", "careless_policy", "expert_policy")
 EPISODES = {

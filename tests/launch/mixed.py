@@ -26,7 +26,7 @@ def learn(model: Path, output: Path, algorithm: str) -> None:
 def kill_and_resume(model: Path, output: Path) -> None:
     changes = {
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2, "max_steps": 4,
-        "environment_weights": {"low": 1, "high": 2.5}, "entropy_coef": 0.0, **SAVING,
+        "entropy_coef": 0.0, **SAVING,
     }  # fmt: skip
     whole = make(model, output / "whole", "grpo", **changes)
     whole.train()

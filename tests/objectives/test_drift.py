@@ -18,7 +18,6 @@ from forests import Forest, World, error
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.drift import (
     decision_weights,
-    dppo_mask,
     drift_metrics,
     drift_weights,
     effective_sample_size,
@@ -281,40 +280,6 @@ def test_no_drift_weighs_nothing(mode):
 def test_an_unknown_mode():
     with pytest.raises(ValueError, match=r"mode.*'token_truncate'.*'sequence_mask'.*'word_mask'"):
         drift_weights(RATIOS.log(), MASK, TURN_IDS, "word_mask")
-
-
-# ------------------------------------------------------------------------------------------------------------ the mask
-
-
-def test_dppos_mask_is_that_of_its_definition():
-    """Each case of the paper's equations 12 and 13, one by one."""
-    chances = [0.0, 0.05, 0.1, 0.3, 0.5, 0.75, 1.0]
-    cases = list(itertools.product(chances[1:], chances, (-2.0, 0.0, 0.5), (0.1, 0.15, 0.5)))
-    kept = 0
-    for snapshot, prox, advantage, threshold in cases:
-        ratio, divergence = prox / snapshot, abs(snapshot - prox)
-        expected = True
-        if advantage > 0 and ratio > 1 and divergence > threshold + 1e-6:
-            expected = False
-        if advantage < 0 and ratio < 1 and divergence > threshold + 1e-6:
-            expected = False
-        if abs(divergence - threshold) < 1e-6:
-            continue  # decided by rounding
-        log_probs = torch.tensor([[prox, snapshot]]).log()
-        found = dppo_mask(
-            log_probs[:, :1], log_probs[:, 1:], torch.tensor([[advantage]]), torch.tensor([[True]]), threshold
-        )
-        assert found.item() is expected, (snapshot, prox, advantage, threshold)
-        kept += expected
-    assert 0 < kept < len(cases)
-
-
-def test_dppos_mask_is_of_tokens_that_count():
-    log_probs = torch.tensor([[math.nan, math.log(0.2), math.log(0.9), math.nan]])
-    before = torch.tensor([[math.log(0.5), math.log(0.1), math.log(0.5), math.nan]])
-    mask = torch.tensor([[False, True, True, False]])
-    found = dppo_mask(log_probs, before, torch.ones(1, 4), mask, 0.15)
-    assert found.tolist() == [[False, True, False, False]]
 
 
 # --------------------------------------------------------------------------------------------------------- measurements

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agile_environments.archive import careless_policy, expert_policy
+from agile_trainers.evaluation.scripted_policies import demonstrate_agent, play_agent
 from agile_trainers.records.reader import read_records
-from agile_trainers.rollout.scripted_policies import demonstrate_agent, play_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 

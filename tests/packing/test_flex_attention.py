@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agile_trainers.packing import attention
 from agile_trainers.packing.attention import Plan
-from agile_trainers.packing.cost import Cost
+from agile_trainers.packing.packer import Cost
 from agile_trainers.packing.trie import Trie
 
 FIVE = [(4, 2, 16), (4, 4, 16), (2, 1, 32), (8, 2, 8), (6, 2, 16)]

@@ -29,9 +29,8 @@ from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 
 from agile_trainers.objectives.kept_sets import KeptSets, encode_sets, pad_sets
 from agile_trainers.packing import attention, kept_head
-from agile_trainers.packing.cost import rounding_bound
 from agile_trainers.packing.forward import PackedForward
-from agile_trainers.packing.support import longest_packed, why_padded
+from agile_trainers.packing.packer import longest_packed, rounding_bound, why_padded
 from agile_trainers.packing.trie import Segment
 
 SIZES: dict[str, Any] = {

@@ -12,10 +12,10 @@ import pytest
 from episodes import make_engine
 from pausing import SPECS, Countdown, Counting, answer, compared, whole
 
-from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedEpisode
+from agile_trainers.step.ahead import BackgroundRollout
 from agile_trainers.types import Trajectory
 
 

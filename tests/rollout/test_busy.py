@@ -10,11 +10,11 @@ import pytest
 from episodes import Scripted, end, go_on, make_engine
 from pausing import answer
 
-from agile_trainers.rollout.background import BackgroundRollout
-from agile_trainers.rollout.busy import BusyMeter
+from agile_trainers.rollout.environment_pool import BusyMeter
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
+from agile_trainers.step.ahead import BackgroundRollout
 
 
 class Clock:

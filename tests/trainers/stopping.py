@@ -179,8 +179,8 @@ class Game:
         read = None if isinstance(critic, NoCritic) else critic.read(batch)  # the exact one
         rewards = batch.turn_rewards.sum(dim=1, keepdim=True)
         played = PlayedGroups([], [], [], rewards, batch)
-        credit = trainer._credit(played, read)[1] if advantages is None else Credit(advantages)
-        columns = trainer._train_batch(batch, credit, BatchLogProbs(torch.ones(len(members)) > 0), read).to_trl()
+        credit = trainer.batches.assign(played, read)[1] if advantages is None else Credit(advantages)
+        columns = trainer.batches.finish(batch, credit, BatchLogProbs(torch.ones(len(members)) > 0), read).to_trl()
         trainer.critic = NoCritic()  # here it is exact, and has no loss
         loss = trainer._compute_loss(trainer.model, columns)
         trainer.critic = critic

@@ -175,17 +175,17 @@ def test_tokens_are_weighed_by_the_ratio_of_both_policies(embedded_model: Path, 
     )  # fmt: skip
     scores: list[Any] = []
     batches: list[Any] = []
-    score, make = trainer._log_probs_of_snapshot, trainer._train_batch
+    score, make = trainer.batches.score_snapshot, trainer.batches.finish
 
-    def scoring(batch: Any, scored: Any, version: int) -> None:
-        score(batch, scored, version)
+    def scoring(models: Any, batch: Any, scored: Any, version: int) -> None:
+        score(models, batch, scored, version)
         scores.append(scored)
 
     def making(*arguments: Any) -> Any:
         batches.append(make(*arguments))
         return batches[-1]
 
-    trainer._log_probs_of_snapshot, trainer._train_batch = scoring, making
+    trainer.batches.score_snapshot, trainer.batches.finish = scoring, making
     trainer.train()
     (scored,), (first, second) = scores, batches
     assert first.importance_sampling_ratio is None and (first.old_per_token_logps is not None)

@@ -86,7 +86,7 @@ def test_what_is_no_number_is_refused_before_its_range_is_looked_at(tmp_path: Pa
         with pytest.raises(ValueError, match=naming(name, "number", value)):
             check_values(args)
         vars(args)[name] = getattr(MultiTurnGRPOConfig, name)
-    for name in ("epsilon_high", "delta", "learning_rate", "task_seeds"):
+    for name in ("epsilon_high", "delta", "learning_rate"):
         vars(args)[name] = None
     check_values(args)
 

@@ -65,7 +65,7 @@ def expected_gradient(trainer: Any, table: Table, log_probs: torch.Tensor) -> to
         batch, returns = turn_batch(EPISODES[[i]]), to_go()[[i]]
         batch.sampling_logprobs = log_probs[[i]]
         scores = BatchLogProbs(torch.ones(1) > 0, table.log_probs(EPISODES[[i]]).detach())
-        output = trainer._train_batch(batch, Credit(returns), scores, None).to_trl()
+        output = trainer.batches.finish(batch, Credit(returns), scores, None).to_trl()
         columns = {
             name: output[name] for name in ("importance_sampling_ratio", "old_per_token_logps") if name in output
         }

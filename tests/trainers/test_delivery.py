@@ -53,17 +53,17 @@ def test_a_snapshot_that_plays_in_place_of_another(
 ) -> None:
     """With batches ahead, the policy that should have played is not the one that is trained by now."""
     trainer = make_trainer(embedded_model, tmp_path, lora=WARM, batches_ahead=1, **{**PLAYS, "max_steps": 5})
-    ahead = trainer.rollouts.ahead
-    assert ahead is not None
+    ahead, snapshots = trainer.rollouts.ahead, trainer.batches.snapshots
+    assert ahead is not None and snapshots is not None
     holding = ahead._holding
     kept: dict[int, dict[str, torch.Tensor]] = {}
 
     def another(version: int) -> Any:
-        kept.update(trainer.snapshots.weights)
+        kept.update(snapshots.weights)
         if version < 2 or name == "not arrived":
             return holding(version) if name == "late" else trainer.use_adapter(None)
-        monkeypatch.setitem(trainer.snapshots.weights, -1, kept[version - 1])
-        return trainer.snapshots.holding(-1)
+        monkeypatch.setitem(snapshots.weights, -1, kept[version - 1])
+        return snapshots.holding(-1)
 
     ahead._versions = type(ahead._versions)(ahead._version_of, ahead._playing, another)
     with pytest.raises(SamplerMismatchError, match=CAUSES[name]):

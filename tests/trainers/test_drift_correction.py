@@ -99,9 +99,9 @@ class Stepped:
 
         trainer.log_prob_passes.compute, trainer.log_prob_passes.prepare_packing = score, lambda *_: None
         trainer.rollouts.play = lambda *_: PlayedGroups([], [], [], torch.zeros(1), self.batch, version=self.version)
-        trainer.snapshots = Holding()
+        trainer.batches.snapshots = Holding()
         trainer._open_mismatch = trainer.rollout_log.begin = lambda *_: None
-        trainer._log_batch = lambda generation, played, judged, credit: setattr(self, "judged", judged)
+        trainer._log_batch = lambda generation, played, made: setattr(self, "judged", made.judged)
         trainer.rollout_log.observe = lambda *_: None
         patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", of_table)
         if values is not None:
@@ -287,26 +287,6 @@ def test_rewards_of_episodes_without_loss_are_weighted_too(stepped: Made) -> Non
     assert torch.equal(columns.advantages, plain.advantages) and not columns.counted[cut].any()
 
 
-def test_dppos_mask_is_that_of_brute_force(stepped: Made) -> None:
-    one = stepped(three_turns, drift_correction="dppo_mask", drift_divergence_max=0.1, drift_clip_max=2.0)
-    drift = one.drift
-    columns = one.columns(torch.arange(36))
-    weights, masked, kept = columns.importance_sampling_ratio, 0, 0
-    for row, place in itertools.product(range(36), range(drift.mask.size(1))):
-        found = weights[row, place].item()
-        if not drift.mask[row, place]:
-            assert found == 1.0
-            continue
-        now, before = (math.exp(one[row, place]) for one in drift.log_probs)
-        advantage = columns.advantages[row, place].item()
-        further = (advantage > 0 and now > before) or (advantage < 0 and now < before)
-        left_out = further and abs(now - before) > 0.1
-        assert found == pytest.approx(0.0 if left_out else now / before, rel=1e-5)
-        masked, kept = masked + left_out, kept + (not left_out)
-    assert masked > 5 and kept > 5 and weights.max() > 2.0
-    assert one.trainer._metrics["train"]["drift/masked"] == [pytest.approx(masked / (masked + kept))]
-
-
 # -------------------------------------------------------------------------------------------------------------- lag 0
 
 
@@ -358,7 +338,6 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "decision": {"drift_correction": "decision_truncate"},
-    "dppo": {"drift_correction": "dppo_mask", "drift_divergence_max": 1e-3},
 }
 
 
@@ -375,19 +354,16 @@ def trained(model: Path, folder: Path, algorithm: str = "grpo", **changes: Any) 
 
 @pytest.mark.parametrize(
     ("algorithm", "correction"),
-    [("grpo", "decision"), ("reinforce", "decision"), ("ppo", "decision"), ("grpo", "dppo")],
+    [("grpo", "decision"), ("reinforce", "decision"), ("ppo", "decision")],
 )
 def test_a_run_trains(embedded_model: Path, tmp_path: Path, algorithm: str, correction: str) -> None:
-    """Two batches ahead, and logs what it corrects from the second batch on. DPPO's mask knows no algorithm."""
+    """Two batches ahead, and logs what it corrects from the second batch on."""
     trainer = trained(embedded_model, tmp_path, algorithm, **RUNS[correction])
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 4 and all(math.isfinite(log["loss"]) and log["grad_norm"] > 0 for log in logs)
     for number, log in enumerate(logs):
         assert ("drift/kl" in log) == (number > 0)
-        assert ("drift/masked" in log) == (number > 0 and correction == "dppo")
     assert all(log["drift/kl"] > 1e-6 for log in logs[1:])
-    if correction == "dppo":
-        assert 0 < max(log["drift/masked"] for log in logs[1:]) < 1
 
 
 @pytest.mark.parametrize("correction", RUNS)
@@ -450,11 +426,8 @@ def test_a_rule_declares_that_it_weighs() -> None:
         ("grpo", {"beta": 0.1, "kl_placement": "advantage"}, "kl_placement='loss' or 'reward'"),
         ("grpo", {"loss_type": "vespo"}, "drift_correction='token_truncate' or 'token_mask'"),
         ("grpo", {"batches_ahead": 0}, "has no effect with batches_ahead=0"),
-        ("grpo", {"drift_divergence_max": 0.2}, "acts with drift_correction='dppo_mask' only"),
-        ("grpo", {"drift_correction": "dppo_mask", "drift_clip_max": 3.0}, "a weight that it bounds"),
-        ("grpo", {"drift_correction": "dppo_mask", "drift_divergence_max": 0.0}, "must be positive, got 0.0"),
         ("grpo", {"drift_correction": None, "drift_clip_max": 3.0}, "a weight that it bounds"),
-        ("grpo", {"drift_correction": "decision_mask"}, "'decision_truncate', 'dppo_mask', got 'decision_mask'"),
+        ("grpo", {"drift_correction": "decision_mask"}, "'decision_truncate', got 'decision_mask'"),
         ("ppo", {"advantage_granularity": "token"}, "Set advantage_granularity='turn'"),
         ("ppo", {"advantage_granularity": "auto"}, "Set advantage_granularity='turn'"),
         ("agile_trainers.trainers:MultiTurnGSPOTrainer", {}, "Set advantage_granularity='turn'"),

@@ -267,7 +267,7 @@ def test_kl_in_the_advantage_has_the_exact_value_and_gradient(embedded_model, tm
     for i in range(8):
         batch, scores = turn_batch(EPISODES[[i]]), scores_of(table, reference, EPISODES[[i]])
         kl = penalize(batch, scores, trainer.args, trainer.accelerator)["kl"]
-        columns = trainer._train_batch(batch, Credit(torch.zeros(1, 2)), scores, None).to_trl()
+        columns = trainer.batches.finish(batch, Credit(torch.zeros(1, 2)), scores, None).to_trl()
         assert not {"old_per_token_logps", "ref_per_token_logps"} & columns.keys()
         spread = columns["advantages"]
         gradient = estimate(trainer, table, EPISODES[[i]], torch.zeros(1, 2), spread=spread)

@@ -17,6 +17,7 @@ from ppo_games import make_ppo
 from recorded import recorded, sampled
 from trl import GRPOTrainer
 
+from agile_trainers.monitor import rollout_log
 from agile_trainers.records.reader import open_records
 from agile_trainers.records.schema import TRAINED, path_ids
 
@@ -240,9 +241,12 @@ def test_reruns_and_evaluations_in_one_folder_stay_apart(embedded_model: Path, t
     ]  # fmt: skip
 
 
-def test_a_run_stays_within_its_size(embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_stays_within_its_size(
+    embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logging.getLogger("agile_trainers").propagate = True
-    trainer = make_trainer(embedded_model, tmp_path, log_rollouts_max_gb=1e-9, max_steps=3)
+    monkeypatch.setattr(rollout_log, "_MOST_BYTES", 1)
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=3)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert {record["generation"] for record in recorded(tmp_path)} == {2}

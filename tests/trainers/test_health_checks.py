@@ -24,8 +24,8 @@ from agile_trainers.monitor.health_checks import (
     PolicyMeasurements,
     PromptedAnswer,
     answers_of_turn,
+    prompt_information,
 )
-from agile_trainers.objectives.prompt_information import prompt_information
 from agile_trainers.records.reader import open_records
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import StopReason, Trajectory, Turn

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agile_trainers.monitor.health_metrics import (
+    groups_without_success,
     health_metrics,
     outcomes_of,
     reward_success_correlation,
@@ -49,7 +50,7 @@ def test_metrics_of_a_batch() -> None:
     ]  # fmt: skip
     metrics = health_metrics(rows, [1.0, 0.0, 0.5, math.nan], ["a", "a", "b", None], 2, 2)
     assert metrics == {
-        "reward_success_correlation": pytest.approx(1.0), "distinct_tasks": 2.0,
+        "reward_success_correlation": pytest.approx(1.0), "distinct_tasks": 2.0, "groups_without_success": 0.0,
     }  # fmt: skip
     assert "distinct_tasks" not in health_metrics(rows, [1.0] * 4, ["a"] * 4, 4, 4), "a single group always plays one"
     unknown = [row | {"success": None} for row in rows]
@@ -62,6 +63,13 @@ def test_the_error_of_success_is_that_of_group_means() -> None:
     assert success_sem(successes, 2) == pytest.approx(0.5 / math.sqrt(3))
     assert success_sem(successes, 1) == pytest.approx(np.std([1, 1, 1, 0, 0], ddof=1) / math.sqrt(5))
     assert success_sem(successes, 6) is None and success_sem([None] * 4, 2) is None
+
+
+def test_groups_that_nobody_solves() -> None:
+    successes = [True, False, False, False, False, None, None, None]
+    assert groups_without_success(successes, 2) == pytest.approx(2 / 3)  # the last group is not known
+    assert groups_without_success(successes, 4) == 0.5
+    assert groups_without_success(successes, 1) is None and groups_without_success([None] * 4, 2) is None
 
 
 def test_a_task_is_a_row_with_what_its_reset_says() -> None:

@@ -169,7 +169,7 @@ def test_a_saved_run_says_how_to_push_it_later(embedded_model, tmp_path, monkeyp
     from huggingface_hub import constants, hf_api
 
     said: list[str] = []
-    monkeypatch.setattr("agile_trainers.trainers.trainer.logger.warning", lambda text, *v: said.append(text % v))
+    monkeypatch.setattr("agile_trainers.checkpoints.hub.logger.warning", lambda text, *v: said.append(text % v))
     trainer = make_trainer(embedded_model, tmp_path / "run", push_to_hub=True, hub_model_id="me/run")
     assert len(said) == 1 and "HF_HUB_OFFLINE=1: nothing is pushed to me/run" in said[0]
     later = r"Nothing was pushed to me/run: {} The model is in .*/run\. .*hf upload me/run .* --exclude 'private.json'"

@@ -21,12 +21,13 @@ from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 MEAN, MAX = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
-SCORED = {"num_iterations": 2, "max_steps": 2}
-"""The old policy is scored: a batch serves two updates."""
+SCORED = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 2}
+"""The old policy is scored: a batch is split into two updates."""
 ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 PATHS = {
     "loss": {},
     "loss-micro-batches": ACCUMULATED,
+    "loss-iterations": {**ACCUMULATED, "num_iterations": 2, "max_steps": 2},
     "loss-two-batches": {
         **ACCUMULATED, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
         "train_dataset": Dataset.from_dict({"number": list(range(8))}),
@@ -213,7 +214,7 @@ def test_after_a_first_batch_that_agreed_a_mismatch_warns_once(
 
 def shift_the_samplers(trainer: MultiTurnTrainer, unread: bool) -> list[int]:
     """Let the sampler's log-probs be wrong in rows without an advantage above .9, or in the others; count the former."""
-    credit, measure = trainer._credit, trainer._open_mismatch
+    credit, measure = trainer.batches.assign, trainer._open_mismatch
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
@@ -228,7 +229,8 @@ def shift_the_samplers(trainer: MultiTurnTrainer, unread: bool) -> list[int]:
         batch.sampling_logprobs[rows == unread] -= 1.0  # in place: the training batch holds the same tensor
         measure(batch, scores, trained)
 
-    trainer._credit, trainer._open_mismatch = remember, shifted  # type: ignore[method-assign]
+    trainer.batches.assign = remember  # type: ignore[method-assign]
+    trainer._open_mismatch = shifted  # type: ignore[method-assign]
     return count
 
 

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("mismatch_two_processes.py")
 CASES = {
     "loss": {},
     "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "scored": {"num_iterations": 2},
+    "scored": {"per_device_train_batch_size": 2, "steps_per_generation": 2},
 }
 PLANTED = {"planted": {"planted": "not arrived", "max_new_tokens": 12}}
 

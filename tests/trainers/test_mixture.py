@@ -7,7 +7,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
@@ -21,8 +20,7 @@ from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import evaluation_specs, training_specs
+from agile_trainers.rollout.seeds import Mixture, evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -43,22 +41,21 @@ def generations(folder: Any) -> list[dict[str, Any]]:
 
 
 def test_every_batch_holds_every_share():
-    """8 groups at 1 : 2 : 0.2 (2.5, 5 and .5 groups): rounded up or down, right on average, one with weight 0 never."""
-    mixture = Mixture(("a", "never", "b", "c", "neither"), (1.0, 0.0, 2.0, 0.2, 0.0), 8)
+    """8 groups of 3 environments: 2 or 3 of each, 8/3 on average."""
+    mixture = Mixture(("a", "b", "c"), 8)
     batches = [Counter(mixture.draw(3, generation)) for generation in range(2000)]
-    for name, share in (("a", 2.5), ("b", 5.0), ("c", 0.5)):
+    for name in "abc":
         counts = [batch[name] for batch in batches]
-        assert set(counts) == {int(np.floor(share)), int(np.ceil(share))}
-        assert fmean(counts) == pytest.approx(share, abs=0.06)  # 5 standard errors of a fair coin
-    assert {name for batch in batches for name in batch} == {"a", "b", "c"}
-    alone = [Mixture(("a", "b"), (3.0, 1.0), 1).draw(3, generation) for generation in range(2000)]
-    assert alone.count(["a"]) / 2000 == pytest.approx(3 / 4, abs=0.05), "of a batch of one group too"
-    first = [mixture.draw(3, generation)[0] for generation in range(2000)]
-    assert first.count("b") / 2000 == pytest.approx(5 / 8, abs=0.055), "no place in the batch is anybody's own"
+        assert set(counts) == {2, 3} and fmean(counts) == pytest.approx(8 / 3, abs=0.06)
+    alone = [Mixture(("a", "b"), 1).draw(3, generation) for generation in range(2000)]
+    assert alone.count(["a"]) / 2000 == pytest.approx(1 / 2, abs=0.055), "of a batch of one group too"
+    ends = [(drawn[0], drawn[-1]) for drawn in (mixture.draw(3, generation) for generation in range(2000))]
+    assert [one for one, _ in ends].count("b") / 2000 == pytest.approx(1 / 3, abs=0.055), "no place is anybody's own"
+    assert any(one == other for one, other in ends), "groups of an environment are not side by side"
 
 
 def test_the_choice_depends_on_seed_and_generation_alone():
-    mixture = Mixture(("low", "high"), (1.0, 1.0), 4)
+    mixture = Mixture(("low", "high"), 4)
     rows: list[Any] = [None] * 16
     whole = training_specs(5, 7, rows, range(16), 4, mixture)
     for cut in (8, 6):  # 6: a group that two ranks share
@@ -72,7 +69,7 @@ def test_the_choice_depends_on_seed_and_generation_alone():
 
 
 def test_an_evaluation_plays_of_each_what_it_would_play_alone():
-    mixture = Mixture(("low", "high", "other"), (1.0, 0.0, 5.0), 4)
+    mixture = Mixture(("low", "high", "other"), 4)
     whole = evaluation_specs(3, 8, None, 0, 1, mixture)
     for name, count in (("low", 3), ("high", 3), ("other", 2)):
         played = [(s.seed, s.stream) for s in whole if s.environment == name]
@@ -121,7 +118,7 @@ def test_each_environment_is_learned_within_its_limits_and_reported_apart(words,
 def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
     """Bit for bit, inside a generation batch too."""
     changes = {"max_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_generations": 2,
-               "environment_weights": {"low": 1, "high": 2.5}, "entropy_coef": 0.0, **SAVING}  # fmt: skip
+               "entropy_coef": 0.0, **SAVING}  # fmt: skip
     whole = make(words, tmp_path / "whole", "grpo", **changes)
     whole.train()
     for stop in (1, 2):
@@ -266,11 +263,6 @@ def test_rows_to_evaluate_on_are_checked_too(embedded_model, tmp_path):
     }
     with pytest.raises(ValueError, match=r"eval_dataset\['second'\].*'hgih'"):
         make_trainer(embedded_model, tmp_path, environment=BOTH, eval_dataset=wrong)
-    rows = Dataset.from_list([{"environment": "low"}, {"environment": "high"}])
-    with pytest.raises(ValueError, match=r"environment_weights=.* has no effect with a train_dataset"):
-        make_trainer(
-            embedded_model, tmp_path, environment=BOTH, train_dataset=rows, environment_weights={"low": 1, "high": 1}
-        )
 
 
 def test_columns_that_would_be_removed_are_not_looked_for(embedded_model, tmp_path):
@@ -304,12 +296,6 @@ def test_a_stream_chooses_too(embedded_model, tmp_path):
             {"environment_limits": {"low": {"max_model_length": 9}}, "max_model_length": 8},
             "max_model_length=9 is more than max_model_length=8",
         ),
-        (
-            {"environment_weights": {"low": -1.0}},
-            r"environment_weights\['low'\] must be a number of at least 0, got -1.0",
-        ),
-        ({"environment_weights": {"low": float("nan")}}, "at least 0, got nan"),
-        ({"environment_weights": {"low": 0, "high": 0}}, "all are 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_the_configuration(tmp_path, changes, message):
@@ -324,13 +310,6 @@ def test_options_that_cannot_be_are_refused_by_the_configuration(tmp_path, chang
             {"environment_limits": {"lwo": {"max_turns": 1}}},
             ["low"],
             "names 'lwo', which is none of the environments: 'low'",
-        ),
-        ({"environment_weights": {"lwo": 1.0}}, ["low"], "environment_weights names 'lwo'"),
-        ({"environment_weights": {"low": 1.0}}, ["low", "high"], "leaves out 'high'"),
-        (
-            {"environment_weights": {"low": 1.0}},
-            None,
-            "environment_weights names 'low'.*Pass several environments by name",
         ),
         ({"environment_limits": LIMITS, "max_turns": 5}, [*LIMITS], "max_turns=5 has no effect"),
         ({"environment_limits": LIMITS, "max_completion_length": 9}, [*LIMITS], "= 3 of the longest"),

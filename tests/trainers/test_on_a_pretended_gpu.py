@@ -167,7 +167,7 @@ def test_offloaded_activations_give_the_same_gradients(gpu, embedded_model, tmp_
         backward = trainer.accelerator.backward
 
         def watched(loss: torch.Tensor, backward=backward, trainer=trainer, **given: Any) -> None:
-            for kept, is_moved, *_ in trainer._offloading.tracker.values() if trainer.args.activation_offload else ():
+            for kept, is_moved, *_ in trainer.offloading.tracker.values() if trainer.args.activation_offload else ():
                 moved[is_moved] += 1
                 assert on_gpu(kept) is not is_moved
             backward(loss, **given)

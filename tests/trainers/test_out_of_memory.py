@@ -69,11 +69,13 @@ def in_critic(trainer: Any, fails: OutOfMemory) -> None:
     trainer.packer.values = watched
 
 
+SPLIT = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+"""A batch of two updates, before which it is scored."""
 PLACES: dict[str, tuple[Callable[[Any, OutOfMemory], None], dict[str, Any]]] = {
     "forward": (in_forward, DROPOUT),
     "backward": (in_backward, DROPOUT),
     "backward of the second micro-batch": (in_backward, {**DROPOUT, "gradient_accumulation_steps": 2}),
-    "scoring": (in_scoring, {"num_iterations": 2, "beta": 0.1}),
+    "scoring": (in_scoring, {**SPLIT, "beta": 0.1}),
     "critic": (in_critic, {}),
     "critic with its gradient": (in_critic, {"max_turns": 2}),
 }
@@ -86,7 +88,7 @@ def trained(
     watch, options = PLACES[place]
     make = make_ppo if place.startswith("critic") else make_trainer
     if place == "critic":
-        options = {**options, "num_iterations": 2}
+        options = {**options, **SPLIT}
     torch.manual_seed(0)
     settings = {"max_steps": 2, "learning_rate": 1e-2, "sequence_packing": "none", "skip_zero_advantage": False}
     trainer = make(model, folder, **{**settings, **options})
@@ -177,7 +179,7 @@ def test_nothing_is_left_to_halve(embedded_model, tmp_path, monkeypatch):
     def run_out(*args, **kwargs):
         raise torch.OutOfMemoryError
 
-    trainer = make_trainer(embedded_model, tmp_path / "scoring", num_iterations=2)
+    trainer = make_trainer(embedded_model, tmp_path / "scoring", **SPLIT)
     trainer.log_prob_passes._log_probs = run_out
     with pytest.raises(RuntimeError, match=r"An episode does not fit into memory. Lower max_model_length.$"):
         trainer.train()

@@ -15,8 +15,7 @@ from ppo_games import make_ppo, wake
 from torch._dynamo.utils import counters
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.packing.cost import Cost
-from agile_trainers.packing.packer import PackingState
+from agile_trainers.packing.packer import Cost, PackingState
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -238,9 +238,9 @@ def test_who_asks_for_another_output_gets_it(embedded_model: Path, tmp_path: Pat
     }
     for what, (one, expected) in made.items():
         assert kinds(one) == expected, what
-    with showing(trainer, Console(file=StringIO()), progress="dicts"):
+    with showing(trainer.callback_handler, Console(file=StringIO()), progress="dicts"):
         assert kinds(trainer) == {ProgressCallback}
-    with showing(trainer, Console(file=StringIO()), progress="wide"):
+    with showing(trainer.callback_handler, Console(file=StringIO()), progress="wide"):
         assert kinds(trainer) == {ProgressTable}
     assert kinds(trainer) == set()
 

@@ -64,7 +64,7 @@ def test_the_gradient_is_that_of_the_whole_batch(embedded_model, tmp_path, loss_
     seen.clear()
     loss, gradients = loss_and_gradients(trainer, batch)
     assert seen == [4]
-    trainer.args.skip_zero_advantage = False
+    trainer.batches.skips_zero_advantage = False
     whole, expected = loss_and_gradients(trainer, batch)
     assert seen == [4, 8]
     assert loss == pytest.approx(whole.item(), rel=1e-5, abs=1e-7)
@@ -88,7 +88,7 @@ def test_a_penalty_in_the_advantage_decides_who_has_none(embedded_model, tmp_pat
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     seen = rows_forwarded(trainer)
     loss, gradients = loss_and_gradients(trainer, batch)
-    trainer.args.skip_zero_advantage = False
+    trainer.batches.skips_zero_advantage = False
     whole, expected = loss_and_gradients(trainer, batch)
     assert seen == [8 - equal, 8]
     assert loss == pytest.approx(whole.item(), rel=1e-5, abs=1e-7)
@@ -101,7 +101,7 @@ def test_a_group_of_equal_penalized_rewards_is_skipped(embedded_model, tmp_path)
     batch = draw(trainer, [True, False])
     seen = rows_forwarded(trainer)
     _, gradients = loss_and_gradients(trainer, batch)
-    trainer.args.skip_zero_advantage = False
+    trainer.batches.skips_zero_advantage = False
     _, expected = loss_and_gradients(trainer, batch)
     assert seen == [4, 8] and relative_error(gradients, expected) < 1e-5
 

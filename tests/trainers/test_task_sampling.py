@@ -14,7 +14,7 @@ from games import Chatter, Uneven, make_trainer, settings
 from mixtures import BOTH
 from recorded import recorded
 
-from agile_trainers.rollout.mixture import Mixture, systematic_sample
+from agile_trainers.rollout.seeds import systematic_sample
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig
 
@@ -24,6 +24,10 @@ ROWS = Dataset.from_dict({"number": [0, 1, 2, 3], "level": ["dull", "live", "dul
 def sampling(pool: TaskPool, groups: int = 4, seed: int = 3, how: str = "adaptive") -> TaskSampling:
     args: Any = SimpleNamespace(task_sampling=how, seed=seed)
     return TaskSampling(args, pool, groups)
+
+
+def some(number: int) -> TaskPool:
+    return TaskPool(number, tuple(map(str, range(number))))
 
 
 def observe(tasks: TaskSampling, task: int, *informative: bool) -> None:
@@ -36,7 +40,7 @@ def observe(tasks: TaskSampling, task: int, *informative: bool) -> None:
 
 
 def test_weights_by_hand():
-    tasks = sampling(TaskPool("seeds", np.ones(4)))
+    tasks = sampling(some(4))
     assert tasks.weights.tolist() == [0.5] * 4, "a task that was not played"
     observe(tasks, 0, True)
     assert tasks.weights[0] == pytest.approx(2 / 3)
@@ -54,7 +58,7 @@ def test_weights_by_hand():
 
 def test_shares_are_exact_on_average():
     """The first task alone has advantages: weights .5 * (many), so that 3.43 of 4 groups are of it."""
-    tasks = sampling(TaskPool("seeds", np.ones(2)))
+    tasks = sampling(some(2))
     observe(tasks, 0, *[True] * 100)
     observe(tasks, 1, *[False] * 100)
     share = tasks.weights[0] / tasks.weights.sum()
@@ -65,7 +69,7 @@ def test_shares_are_exact_on_average():
 
 def test_the_weight_of_a_task_does_not_depend_on_its_number_of_rows():
     """Three rows of one label and one of the other: each label has half of the groups, and then what its counts say."""
-    tasks = sampling(TaskPool("rows", np.ones(2), ("a", "b"), np.array([0, 0, 0, 1])))
+    tasks = sampling(TaskPool(2, ("a", "b"), np.array([0, 0, 0, 1])))
     first = tasks.draw(0)
     assert sorted(first.tasks or ()) == [0, 0, 1, 1] and sorted(first.rows or ())[2:] == [3, 3]
     assert len({*(first.rows or ())}) == 3, "a task's rows repeat only once all are drawn"
@@ -85,10 +89,10 @@ LEVELS = np.array([level for _ in range(64) for level in range(5)])
 @pytest.mark.parametrize(
     ("pool", "how", "attempt", "least"),
     [
-        (TaskPool("rows", np.ones(5), tuple("abcde"), LEVELS), "adaptive", 0, 5),
-        (TaskPool("rows", np.ones(320), task_of=np.arange(320)), "adaptive", 0, 3),
-        (TaskPool("rows", np.ones(320), task_of=np.arange(320)), "uniform", 1, 3),
-        (TaskPool("rows", np.ones(5), tuple("abcde"), LEVELS[np.argsort(LEVELS)]), "adaptive", 0, 5),
+        (TaskPool(5, tuple("abcde"), LEVELS), "adaptive", 0, 5),
+        (TaskPool(320, task_of=np.arange(320)), "adaptive", 0, 3),
+        (TaskPool(320, task_of=np.arange(320)), "uniform", 1, 3),
+        (TaskPool(5, tuple("abcde"), LEVELS[np.argsort(LEVELS)]), "adaptive", 0, 5),
     ],
     ids=["levels", "rows", "replaced", "sorted levels"],
 )
@@ -101,7 +105,7 @@ def test_a_regular_order_of_rows_does_not_fill_a_batch_with_one_level(pool, how,
 
 
 def test_a_draw_depends_on_seed_batch_attempt_and_counts():
-    pool = TaskPool("seeds", np.ones(50))
+    pool = some(50)
     one, other = sampling(pool, 8), sampling(pool, 8)
     assert one.draw(2, 1) == other.draw(2, 1)
     different = [one.draw(2, 1), one.draw(2, 2), one.draw(3, 1), sampling(pool, 8, seed=4).draw(2, 1)]
@@ -109,16 +113,12 @@ def test_a_draw_depends_on_seed_batch_attempt_and_counts():
     observe(one, 0, *[True] * 8)
     other.restore(one.state())
     assert one.draw(2).tasks == other.draw(2).tasks and one.state() == other.state()
-    seeds = one.draw(0).seeds or ()
-    assert len({*seeds}) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_uniform_sampling_draws_only_what_nothing_else_decides():
-    rows = sampling(TaskPool("rows", np.ones(4), task_of=np.arange(4)), how="uniform")
+    rows = sampling(TaskPool(4, task_of=np.arange(4)), how="uniform")
     assert rows.draw(0).tasks is None and sorted(rows.draw(0, 1).rows or ()) == [0, 1, 2, 3]
-    assert sampling(TaskPool("seeds", np.ones(4)), how="uniform").draw(0).seeds is not None
-    never = sampling(TaskPool("environments", np.array([1.0, 0.0, 3.0]), ("a", "no", "b")), how="uniform")
-    assert Counter(never.draw(0, 1).environments) == {"a": 1, "b": 3}
+    assert Counter(sampling(some(2), how="uniform").draw(0, 1).environments) == {"0": 2, "1": 2}
     assert sampling(None, how="uniform").draw(0, 5).tasks is None  # type: ignore[arg-type]
 
 
@@ -132,7 +132,7 @@ def test_systematic_sampling():
 
 
 def test_the_names_of_tasks_outlive_a_change_of_the_data(caplog):
-    tasks = sampling(TaskPool("rows", np.ones(2), ("a", "b"), np.arange(2)))
+    tasks = sampling(TaskPool(2, ("a", "b"), np.arange(2)))
     tasks.restore({"b": [1.0, 3.0], "gone": [1.0, 1.0]})
     assert tasks.weights.tolist() == [0.5, 0.4] and "gone" in caplog.text
 
@@ -160,7 +160,7 @@ def test_adaptive_rows(embedded_model, tmp_path):
     """Even rows never pay. The counts are those of the records, and the weights with which rows were drawn follow."""
     options = {"train_dataset": ROWS, "task_column": "level", "task_sampling": "adaptive", "max_steps": 6}
     trainer, records, logs = run(embedded_model, tmp_path, **options)
-    by_hand = sampling(TaskPool("rows", np.ones(2), ("dull", "live"), np.array([0, 1, 0, 1])))
+    by_hand = sampling(TaskPool(2, ("dull", "live"), np.array([0, 1, 0, 1])))
     numbers = [0, 1, 2, 3]
     for generation, log in enumerate(logs):
         played = sorted((r for r in records if r["generation"] == generation), key=lambda r: r["index"])
@@ -181,27 +181,13 @@ def test_adaptive_rows(embedded_model, tmp_path):
     )
 
 
-def test_a_pool_of_seeds(embedded_model, tmp_path):
-    """The seeds are those that the counts of the records draw."""
-    _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", task_seeds=5, diagnosis_interval=0)
-    by_hand = sampling(TaskPool("seeds", np.ones(5)))
-    for generation, log in enumerate(logs):
-        played = sorted((r for r in records if r["generation"] == generation), key=_place)
-        drawn = by_hand.draw(generation)
-        assert [record["seed"] for record in played[::2]] == drawn.seeds
-        by_hand.observe(drawn.tasks, [None] * 4, [not one for one in informative(played).values()])
-        assert not any(name.endswith("/share") and name.startswith("tasks/") for name in log), "seeds have no names"
-    assert logs[-1]["tasks/seen"] > 0.5
-
-
 def test_adaptive_environments(embedded_model, tmp_path):
-    """Environments are drawn by their weight times that of their counts; one of weight 0 never."""
-    both = {"dull": Silent, "live": Chatter, "never": Chatter}
-    options = {"environment": both, "environment_weights": {"dull": 2, "live": 1, "never": 0}, "max_steps": 6}
+    """Environments are drawn by the weight of their counts."""
+    options = {"environment": {"dull": Silent, "live": Chatter}, "max_steps": 6}
     _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", diagnosis_interval=0, **options)
     shares = [[r["environment"] for r in records if r["generation"] == n].count("dull") / 8 for n in range(6)]
-    assert shares[0] >= 0.5 > shares[-1] and "never" not in {record["environment"] for record in records}
-    assert [log["tasks/dull/share"] for log in logs] == shares and logs[0]["tasks/dull/zero_advantage"] == 1.0
+    assert shares[0] == 0.5 > shares[-1]
+    assert [log.get("tasks/dull/share", 0.0) for log in logs] == shares and logs[0]["tasks/dull/zero_advantage"] == 1.0
 
 
 class Silent(Chatter):
@@ -265,10 +251,10 @@ def test_credit_is_computed_once_for_each_time_that_groups_are_played(
     """The last judgement of the candidates is the credit of the update."""
     options = {"environment": environment, "num_generations": 2, "max_steps": 1, "diagnosis_interval": 0}
     trainer = make_trainer(embedded_model, tmp_path, resample_zero_advantage_groups=limit, **options)
-    rule, computed = trainer.credit._rule, []
-    trainer.credit._rule = lambda turns: computed.append(rule(turns)) or computed[-1]
-    finish, finished = trainer.credit.finish, []
-    trainer.credit.finish = lambda one: finished.append(one.credit) or finish(one)
+    rule, computed = trainer.batches._credit._rule, []
+    trainer.batches._credit._rule = lambda turns: computed.append(rule(turns)) or computed[-1]
+    finish, finished = trainer.batches._credit.finish, []
+    trainer.batches._credit.finish = lambda one: finished.append(one.credit) or finish(one)
     trainer.train()
     assert len(computed) == judged and len(finished) == 1 and finished[0] is computed[-1]
 
@@ -291,7 +277,7 @@ def test_of_several_environments(embedded_model, tmp_path):
 
 
 def test_what_has_no_advantage_stays(embedded_model, tmp_path):
-    options = {"environment": Silent, "resample_zero_advantage_groups": 2, "max_steps": 1, "task_seeds": 3}
+    options = {"environment": Silent, "resample_zero_advantage_groups": 2, "max_steps": 1}
     _, records, (log,) = run(embedded_model, tmp_path, **options)
     assert len(records) == 24 and log["resampling/groups"] == 8 and log["zero_advantage_groups"] == 1.0
     assert {record["group"] for record in records if record["turns"][0]["advantage"] is not None} == {8, 9, 10, 11}
@@ -303,7 +289,7 @@ def test_what_has_no_advantage_stays(embedded_model, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("task_sampling", "sometimes"), ("resample_zero_advantage_groups", -1), ("task_seeds", 1),
+        ("task_sampling", "sometimes"), ("resample_zero_advantage_groups", -1),
     ],
 )  # fmt: skip
 def test_values(tmp_path, option, value):
@@ -315,7 +301,7 @@ def test_values(tmp_path, option, value):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("task_sampling", "adaptive"), ("task_column", "level"), ("task_seeds", 4), ("resample_zero_advantage_groups", 1),
+        ("task_sampling", "adaptive"), ("task_column", "level"), ("resample_zero_advantage_groups", 1),
     ],
 )  # fmt: skip
 def test_without_groups(tmp_path, config, option, value):
@@ -325,7 +311,6 @@ def test_without_groups(tmp_path, config, option, value):
 
 
 STREAM = ROWS.to_iterable_dataset()
-MIX = Mixture(("low", "high"), (1.0, 1.0), 4)
 
 
 @pytest.mark.parametrize(
@@ -333,8 +318,6 @@ MIX = Mixture(("low", "high"), (1.0, 1.0), 4)
     [
         (None, None, {"task_sampling": "adaptive"}, "needs tasks"),
         (None, None, {"task_column": "level"}, "there is none"),
-        (ROWS, None, {"task_seeds": 4}, "task_seeds=4 has no effect"),
-        (None, MIX, {"task_seeds": 4}, "task_seeds=4 has no effect"),
         (ROWS, None, {"task_column": "difficulty"}, "it has number, level"),
         (STREAM, None, {"task_sampling": "adaptive"}, "task_sampling='adaptive' draws rows"),
         (STREAM, None, {"resample_zero_advantage_groups": 2}, "resample_zero_advantage_groups=2 draws rows"),

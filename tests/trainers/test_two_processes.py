@@ -67,7 +67,6 @@ CASES = {
     "mixed-ReBN": {
         "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
         "algorithm": "reinforce",
-        "environment_weights": {"chatter": 3, "one": 1},
         "num_generations": 1,
     },
     # Zero-advantage groups, of which one process has more than the other, are replaced; the tasks of all are counted.
@@ -89,12 +88,7 @@ CASES = {
         "num_generations": 8,
         "max_steps": 2,
     },
-    "ahead-masked": {
-        "batches_ahead": 1,
-        "drift_correction": "dppo_mask",
-        "drift_divergence_max": 1e-3,
-        "max_steps": 2,
-    },
+    "ahead-masked": {"batches_ahead": 1, "drift_correction": "token_mask", "max_steps": 2},
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 EVALUATED = ("one-group", "judged", "mixture", "rewritten", "agents", "tasks", "ahead")

@@ -282,7 +282,7 @@ def _train(
         trainer.add_callback(_Resumed(checkpoint))
         _take_no_step_too_many(trainer, Path(checkpoint))
     with naming_full_disk(folder):
-        with showing(trainer, console, stage.name, progress=progress):
+        with showing(trainer.callback_handler, console, stage.name, progress=progress):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
             return False
@@ -419,15 +419,14 @@ class _Pushes(TrainerCallback):
     """Pushes the checkpoints of TRL's trainers, as the other trainers push theirs."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._hub = trainer, HubPushes(trainer)
+        self._hub = HubPushes(trainer)
+        self._hub.check()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hub.push_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer.push_in_progress is not None:
-            self._trainer.push_in_progress.wait_until_done()
-        self._hub.summarize()
+        self._hub.wait()
 
 
 class _Resumed(TrainerCallback):

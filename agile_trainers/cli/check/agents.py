@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.evaluation.scripted_policies import play_agent
 from agile_trainers.rollout.forest import Fork
-from agile_trainers.rollout.scripted_policies import play_agent
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory, common_prefix
 

@@ -18,9 +18,9 @@ from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import BY_NAME, Finding
 from agile_trainers.evaluation.results import evaluation_episodes
+from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.types import Trajectory

@@ -39,11 +39,11 @@ from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.monitor.progress import showing
 from agile_trainers.records.reader import open_records, read_records
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.scripted_policies import play_scripted
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
@@ -148,9 +148,9 @@ class DemoScore:
     """Mean return."""
 
 
-def scripted_score(name: str, policy: ScriptedPolicy, trainer: MultiTurnGRPOTrainer, episodes: int) -> DemoScore:
-    """Let a scripted policy answer in place of the model, within the trainer's limits."""
-    tokenizer, options = trainer.processing_class, EpisodeOptions.of_args(trainer.args)
+def scripted_score(name: str, policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes: int) -> DemoScore:
+    """Let a scripted policy answer in place of the model, within the limits of training."""
+    options = EpisodeOptions.of_args(args)
 
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
         return build_engine(options, options.make_pool(factory), tokenizer)
@@ -162,9 +162,8 @@ def scripted_score(name: str, policy: ScriptedPolicy, trainer: MultiTurnGRPOTrai
     )
 
 
-def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> DemoScore:
+def model_score(name: str, metrics: Mapping[str, float]) -> DemoScore:
     """Return the score of the model with sampling."""
-    metrics = trainer.evaluate()
     return DemoScore(name, metrics["eval_success"], metrics["eval_return"])
 
 
@@ -189,7 +188,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = make_sft_trainer(untrained, base, seed, budget)
-    with showing(supervised, console, "learning the format", rows=ROWS):
+    with showing(supervised.callback_handler, console, "learning the format", rows=ROWS):
         supervised.train()
     supervised.save_model()
     learned = record_without_environment("SFT", supervised.model, supervised.state.global_step)
@@ -198,13 +197,17 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
 
     trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
     scores = {
-        "random": scripted_score("random play", random_policy, trainer, budget.eval_episodes),
-        "sft": model_score("after SFT", trainer),
+        "random": scripted_score(
+            "random play", random_policy, trainer.processing_class, trainer.args, budget.eval_episodes
+        ),
+        "sft": model_score("after SFT", trainer.evaluate()),
     }
-    with showing(trainer, console, "multi-turn GRPO", rows=ROWS):
+    with showing(trainer.callback_handler, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
-    scores["rl"] = model_score("after RL", trainer)
-    scores["optimal"] = scripted_score("optimal play", halving_policy, trainer, budget.eval_episodes)
+    scores["rl"] = model_score("after RL", trainer.evaluate())
+    scores["optimal"] = scripted_score(
+        "optimal play", halving_policy, trainer.processing_class, trainer.args, budget.eval_episodes
+    )
 
     for key in ("random", "optimal"):
         of = scores[key]

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from agile_trainers.cli import errors
 from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
@@ -106,9 +107,9 @@ def run_plan(
     def on_trainer(trainer: Any, member: int) -> None:
         trainer.add_callback(Started())
         if table:
-            progress.watch(trainer, member)
+            progress.watch(trainer.callback_handler, member)
         else:
-            use_dicts(trainer)
+            use_dicts(trainer.callback_handler)
 
     population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
     with progress.bar if table else nullcontext():
@@ -199,11 +200,11 @@ class MemberProgress:
         self.bar = Progress(*BAR, console=console, transient=True, disable=not console.is_terminal)
         """A context manager that shows the bar while the population runs."""
 
-    def watch(self, trainer: Any, member: int) -> None:
-        """Show the steps of a member's trainer in the bar instead of its own output."""
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Steps(self.bar, f"member {member}"))
+    def watch(self, callbacks: CallbackHandler, member: int) -> None:
+        """Show the steps of a member in the bar instead of its trainer's own output."""
+        callbacks.remove_callback(ProgressCallback)
+        callbacks.remove_callback(PrinterCallback)
+        callbacks.add_callback(_Steps(self.bar, f"member {member}"))
 
     def show(self, done: Round) -> None:
         """Print the table of a round, and the reasons of what was decided."""

@@ -23,7 +23,6 @@ from leftovers import nothing_is_left
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.rollout import environment_pool
-from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -31,6 +30,7 @@ from agile_trainers.rollout.generators.base import GenerationOutput, GenerationR
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.step.ahead import BackgroundRollout
 from agile_trainers.types import StopReason, Trajectory
 
 TOKENIZER = make_tokenizer()

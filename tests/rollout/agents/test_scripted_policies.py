@@ -12,7 +12,7 @@ import pytest
 
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.envs.checker import EnvironmentProtocolError
-from agile_trainers.rollout.scripted_policies import demonstrate_agent, play_agent
+from agile_trainers.evaluation.scripted_policies import demonstrate_agent, play_agent
 
 TOOL = {"type": "function", "function": {"name": "roll", "description": "", "parameters": {"type": "object"}}}
 ROLL = '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
