@@ -628,7 +628,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",
-        "with self._playing():\n                self._last", "if True:\n                self._last",
+        "with self._playing():\n                own", "if True:\n                own",
         f"{DELIVERY} -k snapshot",
     ),
     Mutation(
@@ -2196,7 +2196,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an older policy is scored with the current one", "adapters/copies.py",
-        "parameter.data = weights[name].to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
+        "parameter.data = weight.to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
     ),
     Mutation(
         "a snapshot changes with the policy", "adapters/copies.py",

@@ -74,7 +74,7 @@ def test_a_snapshot_that_plays_in_place_of_another(
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"learning_rate": 1e-3}, {"merge_adapter_in_rollout": True}, {"model_init_kwargs": {"dtype": "bfloat16"}},
+        {}, {"learning_rate": 1e-3}, {"model_init_kwargs": {"dtype": "bfloat16"}},
         {"batches_ahead": 1}, {"top_k": 10, "num_iterations": 2},
     ],
     ids=str,
