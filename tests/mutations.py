@@ -3262,8 +3262,8 @@ MUTATIONS = [
     Mutation(
         "keys and values of another image with the same ids are read",
         "rollout/generators/transformers/generator.py",
-        "        own = keyed(ids, pictures)\n",
-        "        own = [*map(abs, keyed(ids, ()))]\n",
+        "        known = {kept: keyed(kept.ids, kept.pictures) for kept in lineages}\n",
+        "        own, known = ids, {kept: kept.ids for kept in lineages}\n",
         f"{IMAGES} -k another_image",
     ),
     Mutation(

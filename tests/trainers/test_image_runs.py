@@ -109,21 +109,27 @@ def test_values_of_a_critic_are_those_of_the_model_itself(folders, tmp_path, mon
     """Read from padded rows of an update, and by transformers' own forward pass from pixels."""
     trainer = make_ppo(folders["qwen2_vl"], tmp_path, environment=Gallery)
     wake(trainer)
-    made, make = [], trainer.batches.make
-    monkeypatch.setattr(
-        trainer.batches, "make", lambda models, of, *a, **k: made.append((of, make(models, of, *a, **k))) or made[-1][1]
-    )
+    processor, base = AutoProcessor.from_pretrained(folders["qwen2_vl"]), trainer.model.get_base_model()
+    make, found = trainer.batches.make, []
+
+    def made(models: Any, played: Any, *args: Any, **kwargs: Any) -> Any:
+        head = base.value_head.modules_to_save["critic"]
+        with torch.no_grad(), use_adapter(trainer.model, "critic"):  # before the critic learns
+            hidden = [
+                base.base_model(**native_inputs(processor, it)).last_hidden_state[0] for it in played.trajectories
+            ]
+            expected = [
+                [float(head(states[len(it.prompt_ids) + turn.start - 1])) for turn in it.turns]
+                for states, it in zip(hidden, played.trajectories, strict=True)
+            ]
+        result = make(models, played, *args, **kwargs)
+        found.append((result.values, torch.tensor(expected)))
+        return result
+
+    monkeypatch.setattr(trainer.batches, "make", made)
     draw_batch(trainer)
-    ((played, batch),) = made
-    processor = AutoProcessor.from_pretrained(folders["qwen2_vl"])
-    base = trainer.model.get_base_model()
-    head = base.value_head.modules_to_save["critic"].weight[0]
-    for row, episode in enumerate(played.trajectories):
-        with torch.no_grad(), use_adapter(trainer.model, "critic"):
-            hidden = base.base_model(**native_inputs(processor, episode)).last_hidden_state[0]
-        for k, turn in enumerate(episode.turns):
-            expected = hidden[len(episode.prompt_ids) + turn.start - 1] @ head
-            assert abs(float(batch.values[row, k]) - float(expected)) < 1e-4
+    ((values, expected),) = found
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-4)
 
 
 def test_a_process_without_images_waits_for_no_encoder(folders, tmp_path):
@@ -177,6 +183,9 @@ def test_the_encoder_is_frozen_and_adapters_are_in_the_language_part(folders, tm
     trainer.train()
     whole = make_trainer(folders["idefics3"], tmp_path / "whole", environment=Gallery, lora=False)
     before = {name: p.clone() for name, p in whole.model.named_parameters()}
+    assert {name for name, p in whole.model.named_parameters() if p.requires_grad and "text_model" not in name} <= {
+        "lm_head.weight"
+    }
     whole.train()
     changed = {name for name, p in whole.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed and all(name.startswith(("model.text_model", "lm_head")) for name in changed)
