@@ -3299,7 +3299,7 @@ MUTATIONS = [
         "step/log_probs.py",
         "                images=batch_images(part),\n",
         "",
-        f"{IMAGE_RUNS} -k micro_batches",
+        f"{IMAGE_RUNS} -k killed",
     ),
     Mutation(
         "the loss sees no images",
