@@ -265,19 +265,21 @@ def ratio_table(runs: Sequence[Run]) -> str:
 
 def _ratios(cells: list[str], runs: Sequence[Run], others: Sequence[Run]) -> str:
     keys = {(run["task"], run["seed"]) for run in runs} & {(run["task"], run["seed"]) for run in others}
-    shown = [paired(runs, others, goal) for goal in GOALS]
-    cells = [
-        *cells,
-        str(len(keys)),
-        *("" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one) for one in shown),
+    return f"| {' | '.join([*cells, str(len(keys)), *_shown(runs, others)])} |"
+
+
+def _shown(runs: Sequence[Run], others: Sequence[Run]) -> list[str]:
+    """Return the ratios of episodes to each goal as cells; of a single pair without an interval."""
+    found = [paired(runs, others, goal) for goal in GOALS]
+    return [
+        "" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one).replace(" (0.00 to inf)", "") for one in found
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def ablation_table(runs: Sequence[Run]) -> str:
     """Options beside the earlier defaults, on the same tasks and seeds of each half, as a Markdown table."""
     lines = [
-        "| half | options | runs | arrived at .9 | falls | at the end | area | episodes to .8, ratio | to .9, ratio |",
+        "| half | options | tasks, runs | arrived | falls | at the end | area | episodes to .8, ratio | to .9, ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     earlier = studied(EARLIER)
@@ -296,9 +298,8 @@ def ablation_table(runs: Sequence[Run]) -> str:
         for name, of in sorted(groups.items()):
             others = [base_runs[run["task"], run["seed"]] for run in of]
             arrived, _, _, end, fell, area = summary(of)
-            cells = [half, name, f"{len({run['task'] for run in of})} tasks, {len(of)} runs", arrived, fell, end, area]
-            shown = [paired(of, others, goal) for goal in GOALS]
-            cells += ["" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one) for one in shown]
+            cells = [half, name, f"{len({run['task'] for run in of})}, {len(of)}", arrived, fell, end, area]
+            cells += _shown(of, others)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
