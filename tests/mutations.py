@@ -76,6 +76,7 @@ DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
+DELIVERY = "tests/trainers/test_delivery.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
@@ -597,8 +598,50 @@ MUTATIONS = [
         "read=None, kept=answer.kept", "read=None", f"{TRUNCATED_RUNS} -k goes_on",
     ),
     Mutation(
+        "tokens that a shorter set does not have, counted as kept", "objectives/kept_sets.py",
+        "there = place < self.sizes[:, None] - 1", "there = place < self.sizes[:, None]", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "the logits of kept tokens without their scale", "packing/kept_head.py",
+        "logits = self._scaled(config, logits if", "logits = (logits if", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "episodes that the caller brought are taken for what the sampler plays", "trainers/trainer.py",
+        "if not given:", "if True:", "tests/trainers/test_on_a_pretended_gpu.py -k padded",
+    ),
+    Mutation(
         "a truncated policy without its temperature", "packing/kept_head.py",
         "logits / self.temperature", "logits", f"{TRUNCATED} -k kl_entropy",
+    ),
+    Mutation(
+        "a policy that arrived late is let through after the first batch", "sampling/mismatch.py",
+        "(played is not None or (is_first and conditions.exact))", "(is_first and conditions.exact)",
+        f"{DELIVERY} -k named_at_its_first_batch",
+    ),
+    Mutation(
+        "rounding taken for another policy", "sampling/delivery.py",
+        "self.near <= LESS * self.far and self._decrease > CERTAIN * self._error", "True", f"{DELIVERY} -k healthy",
+    ),
+    Mutation(
+        "the policy before the last move is the one that is trained", "sampling/delivery.py",
+        'weight.to("cpu", copy=True, non_blocking=True)', "weight", f"{DELIVERY} -k late",
+    ),
+    Mutation(
+        "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",
+        "with self._playing():\n                own", "if True:\n                own",
+        f"{DELIVERY} -k snapshot",
+    ),
+    Mutation(
+        "a sampler of one rank that plays another policy is judged by the first rank", "sampling/delivery.py",
+        "gathered[self._farthest]", "gathered[0]", "tests/trainers/test_mismatch_two_processes.py -k named",
+    ),
+    Mutation(
+        "an adapter's layers looked for on the wrong side", "sampling/delivery.py",
+        "int(found[1]) - by", "int(found[1]) + by", f"{DELIVERY} -k other",
+    ),
+    Mutation(
+        "parts of an adapter that have arrived named as missing", "sampling/delivery.py",
+        "share > 0.5 for share", "share < 0.5 for share", f"{DELIVERY} -k part",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
@@ -1389,6 +1432,44 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
+        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv_sessions.py",
+        "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
+        "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
+        "an OpenEnv session gets no seed", "envs/libraries/openenv_sessions.py",
+        "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
+        "an episode that nothing rewards counts as 0", "step/play.py",
+        "batch.failed |= rewards[own].isnan().all(dim=1)", "batch.failed |= rewards[own].isinf().all(dim=1)",
+        "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "TRL's get_reward without a reward counts as 0", "envs/libraries/trl_tools.py",
+        "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "an interchanged answer has the ids of another", "records/atif.py",
+        'episode[name][turn["start"] : turn["end"]]', 'episode[name][turn["start"] - 1 : turn["end"] - 1]',
+        "tests/viewer/test_atif.py",
+    ),
+    Mutation(
+        "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
+        "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "a limit that a harness meets loses the episode", "envs/libraries/verifiers.py",
+        "if not refused_by_limit(error.message)", "if refused_by_limit(error.message)",
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "the rewards of several traces of verifiers add up", "envs/libraries/verifiers.py",
+        '"reward": fmean(trace.reward for trace in traces)', '"reward": sum(trace.reward for trace in traces)',
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
         "old results of TRL's tools stay", "envs/libraries/trl_tools.py",
         "self.context = dropping_results(keep_results)", "self.context_ = dropping_results(keep_results)",
         "tests/envs/test_trl_tools.py",
@@ -2153,7 +2234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an older policy is scored with the current one", "adapters/copies.py",
-        "parameter.data = weights[name].to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
+        "parameter.data = weight.to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
     ),
     Mutation(
         "a snapshot changes with the policy", "adapters/copies.py",
@@ -2700,8 +2781,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the update trains on the groups that were replaced", "step/play.py",
-        "played.batch = self._collator.batch(played.trajectories, added)",
-        "self._collator.batch(played.trajectories, added)",
+        "played.batch = self._batch(played.trajectories, played.rewards)",
+        "self._batch(played.trajectories, played.rewards)",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(

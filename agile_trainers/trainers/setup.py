@@ -49,6 +49,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, planned
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
+from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype
@@ -131,10 +132,7 @@ def without_environment(kind: type[Any], args: Any, environment_factory: Any) ->
         ValueError: If the algorithm trains on episodes only, or brings a loss of its own.
     """
     if kind.needs_environment:
-        theirs = "trl_environment(...) with the same factory" if environment_factory is not None else "..."
-        raise ValueError(
-            f"{kind.__name__} needs an environment: `environment={theirs}`, --environment on the command line."
-        )
+        raise ValueError(f"{kind.__name__} needs an environment: `environment=...`, --environment on the command line.")
     if kind.loss is not None:
         raise ValueError(
             f"{kind.__name__} brings a loss of its own, which has no effect without an environment: the trainer is TRL's "
@@ -142,8 +140,8 @@ def without_environment(kind: type[Any], args: Any, environment_factory: Any) ->
         )
     if environment_factory is not None:
         logger.warning(
-            "environment_factory makes this TRL's own trainer: no credit per turn, no records of episodes. "
-            "environment=trl_environment(...) plays the same factory with both."
+            "environment_factory with TRL's own configuration makes this TRL's own trainer: no credit per turn, no records "
+            f"of episodes. args={kind.config_class.__name__}(...) plays the same factory with both."
         )
     # TRL's own configuration will do for TRL's own trainer.
     return args.without_environment() if isinstance(args, MultiTurnConfig) else args
@@ -388,7 +386,9 @@ def _make_step(
         args, accelerator, passes, credit, critic, snapshots, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
     )  # fmt: skip
-    mismatch, turn_entropies = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions), TurnEntropies()
+    delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
+    mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
+    turn_entropies = TurnEntropies()
     token_batches.observers = [
         turn_entropies.remember,
         mismatch.meter.remember,
