@@ -26,6 +26,7 @@ from agile_trainers.config.rules import (
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
+from agile_trainers.objectives.distillation import IMMEDIATE
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
 TRL_COMPLETION_LENGTH = 512
@@ -227,6 +228,31 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Number of optimizer steps from one policy that becomes the reference to the next. LoRA needs "
         "`reference_adapter`. Default: never.",
+    )
+    teacher: str | None = option(
+        None,
+        "Folder or Hub id of a [teacher](teacher.md), an adapter on the policy's base or a model with the same tokenizer, "
+        "whose divergence from the policy is trained down beside the reward's gradient. `policy` is the policy itself, "
+        "reading `teacher_hint` too. Default: none.",
+    )
+    teacher_gradient: str = option(
+        IMMEDIATE,
+        "Gradient of the divergence: `immediate` (the log-ratio of a sampled token credits it alone), `return_to_go` (those "
+        "from the token to the end of the episode), `distribution_reverse` or `distribution_forward` (KL of whole "
+        "next-token distributions, as a loss).",
+    )
+    teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss, in nats a token.")
+    teacher_coef_end: float | None = option(
+        None, "Weight at the end of the run, to which `teacher_coef` moves linearly. Default: `teacher_coef`."
+    )
+    teacher_turn_decay: float = option(
+        1.0,
+        "Factor of the teacher's weight from one turn to the next, in [0, 1]: later states are less and less the teacher's.",
+    )
+    teacher_hint: str | None = option(
+        None,
+        "Entry of the environment's `info` with a text that the teacher alone reads, before each episode: a hint, or the "
+        "solution. The last `info` that has it counts, that of `reset` included. Default: none.",
     )
     lora_target_scope: str | None = option(
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."

@@ -1,7 +1,8 @@
-"""The LM head of tokens whose policy is renormalised over a kept set."""
+"""The LM head of tokens whose policy is renormalised over a kept set, or compared with a teacher's distribution."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,26 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agile_trainers.adapters.critic import TaughtOutput
+from agile_trainers.objectives.distillation import divergence
 from agile_trainers.objectives.kept_sets import KeptSets, truncated_log_probs
 
 LOGITS = 2**24
 """Logits of a piece, at most, but for those of a single token."""
 COPIES = 6
 """Copies of a piece's logits, in float32, that its backward pass needs."""
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The teacher's side of a forward pass whose distributions are compared with it."""
+
+    hidden: torch.Tensor
+    """(R, H), the teacher's hidden state before each token."""
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """The teacher's head: (P, H) to (P, V) at the temperature, without gradient."""
+    forward: bool
+    """True for KL(teacher || policy)."""
 
 
 @dataclass(frozen=True)
@@ -31,44 +46,74 @@ class KeptHead:
     """True computes the logits in float32, as ``cast_lm_head_to_fp32`` says."""
 
     def __call__(
-        self, model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor, kept: KeptSets, outputs: Any
+        self,
+        model: PreTrainedModel,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        kept: KeptSets | None,
+        outputs: Any,
+        teaching: Teaching | None = None,
     ) -> Any:
-        """Replace log-probabilities, and entropies if there are any.
+        """Replace log-probabilities, and entropies if there are any; add the divergence from a teacher.
 
         Args:
             model: The model below the adapters.
             hidden: (R, H), the hidden state before each token.
             tokens: (R,) int64.
-            kept: Their sets.
+            kept: Their sets. None: all tokens.
             outputs: Of TRL's fused head.
+            teaching: The teacher's side.
 
         Returns:
             ``outputs``, with (1, R) each.
         """
         head: Any = model.get_output_embeddings()
         device = head.weight.device
-        hidden, tokens, kept = hidden.to(device), tokens.to(device), KeptSets(*(part.to(device) for part in kept))
-        compute = partial(self._of_piece, head, model.config.get_text_config())
+        hidden, tokens = hidden.to(device), tokens.to(device)
+        kept = None if kept is None else KeptSets(*(part.to(device) for part in kept))
+        compute = partial(self._of_piece, model, teaching)
         size = max(1, LOGITS // model.config.get_text_config().vocab_size)
         found = []
         # Of no token there is one piece too, which keeps the outputs connected to the model.
         for start in range(0, max(len(tokens), 1), size):
             part = slice(start, start + size)
-            pieces = hidden[part], tokens[part], kept.at(part)
+            theirs = None if teaching is None else teaching.hidden[part]
+            pieces = hidden[part], tokens[part], None if kept is None else kept.at(part), theirs
             found.append(
                 checkpoint(compute, *pieces, use_reentrant=False, preserve_rng_state=False)
                 if torch.is_grad_enabled()
                 else compute(*pieces)
             )
-        log_probs, entropies = (torch.cat(parts)[None] for parts in zip(*found, strict=True))
+        log_probs, entropies, divergences = (torch.cat(parts)[None] for parts in zip(*found, strict=True))
         outputs.log_probs = log_probs
         if outputs.entropy is not None:
             outputs.entropy = entropies
-        return outputs
+        return outputs if teaching is None else TaughtOutput(**outputs, divergence=divergences)
 
     def _of_piece(
-        self, head: Any, config: Any, hidden: torch.Tensor, tokens: torch.Tensor, kept: KeptSets
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        model: PreTrainedModel,
+        teaching: Teaching | None,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        kept: KeptSets | None,
+        theirs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.logits(model, hidden)
+        sets = None if kept is None else kept.mask(logits.size(1))
+        log_probs, entropies = truncated_log_probs(logits, tokens, sets)
+        if teaching is None:
+            return log_probs, entropies, entropies
+        assert theirs is not None
+        other = teaching.logits(theirs)
+        width = min(logits.size(1), other.size(1))  # a model may pad its vocabulary
+        if sets is not None:
+            sets = sets[:, :width]
+        return log_probs, entropies, divergence(logits[:, :width], other[:, :width], sets, forward=teaching.forward)
+
+    def logits(self, model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits (R, V), at least float32 and at the temperature, of hidden states (R, H) of a model."""
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
         # TRL has cast the weights to float32 then. The module is called, so that engines gather a sharded weight.
         with torch.autocast(hidden.device.type, enabled=False) if self.in_fp32 else nullcontext():
             logits = head(hidden.float() if self.in_fp32 else hidden)
@@ -76,7 +121,7 @@ class KeptHead:
         cap = getattr(config, "final_logit_softcapping", None)
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        return truncated_log_probs(logits / self.temperature, tokens, kept.mask(logits.size(1)))
+        return logits / self.temperature
 
 
 def logit_scale(config: Any) -> float:
