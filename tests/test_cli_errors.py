@@ -324,7 +324,10 @@ def test_what_every_run_needs_is_missed_before_pytorch_is_imported(folder: Path)
 def test_what_an_algorithm_needs_is_what_its_trainer_says() -> None:
     for name, algorithm in ALGORITHMS.items():
         trainer = find_algorithm(name)
-        needs = (("environment", trainer.needs_environment), ("use_peft", trainer.config_class.has_critic))
+        config = trainer.config_class
+        needs = (
+            ("environment", trainer.needs_environment), ("use_peft", config.has_critic), ("teacher", not config.rewarded)
+        )  # fmt: skip
         assert algorithm.needs == tuple(option for option, needed in needs if needed)
 
 

@@ -57,6 +57,8 @@ class MultiTurnConfig(GRPOConfig):
     """True for an algorithm without groups (``num_generations=1``); set by a subclass."""
     has_critic: ClassVar[bool] = False
     """True for an algorithm with a critic, whose values the credit rule gets; set by a subclass."""
+    rewarded: ClassVar[bool] = True
+    """False for an algorithm whose gradient does not depend on rewards; set by a subclass."""
     value_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for values, checked at construction after those of all algorithms."""
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
@@ -231,28 +233,22 @@ class MultiTurnConfig(GRPOConfig):
     )
     teacher: str | None = option(
         None,
-        "Folder or Hub id of a [teacher](teacher.md), an adapter on the policy's base or a model with the same tokenizer, "
-        "whose divergence from the policy is trained down beside the reward's gradient. `policy` is the policy itself, "
-        "reading `teacher_hint` too. Default: none.",
+        "Folder or Hub id of a [teacher](teacher.md), an adapter or a model, whose divergence is added to the loss; "
+        "`policy`: the policy that reads `teacher_hint`. Default: none.",
     )
     teacher_gradient: str = option(
         IMMEDIATE,
-        "Gradient of the divergence: `immediate` (the log-ratio of a sampled token credits it alone), `return_to_go` (those "
-        "from the token to the end of the episode), `distribution_reverse` or `distribution_forward` (KL of whole "
-        "next-token distributions, as a loss).",
+        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (all to the episode's "
+        "end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
     )
-    teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss, in nats a token.")
+    teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss.")
     teacher_coef_end: float | None = option(
-        None, "Weight at the end of the run, to which `teacher_coef` moves linearly. Default: `teacher_coef`."
+        None, "Weight at the end of the run, reached linearly. Default: `teacher_coef`."
     )
-    teacher_turn_decay: float = option(
-        1.0,
-        "Factor of the teacher's weight from one turn to the next, in [0, 1]: later states are less and less the teacher's.",
-    )
+    teacher_turn_decay: float = option(1.0, "Factor of the teacher's weight from one turn to the next, in [0, 1].")
     teacher_hint: str | None = option(
         None,
-        "Entry of the environment's `info` with a text that the teacher alone reads, before each episode: a hint, or the "
-        "solution. The last `info` that has it counts, that of `reset` included. Default: none.",
+        "Entry of the environment's `info`, such as the solution, that the teacher reads before the episode. Default: none.",
     )
     lora_target_scope: str | None = option(
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."

@@ -116,7 +116,9 @@ def trainer_of(world: Any, teacher: Any, model: Path, folder: Path, gradient: st
     trainer.current_gradient_accumulation_steps = 1
     trainer.state.max_steps = 4
     trainer.teacher.model = teacher
-    trainer.packer._forwards |= {id(each): forward_of(each, world.settings.temperature) for each in (world.model, teacher)}
+    trainer.packer._forwards |= {
+        id(each): forward_of(each, world.settings.temperature) for each in (world.model, teacher)
+    }
     return trainer
 
 
