@@ -276,8 +276,8 @@ class TurnMeans:
         self._totals = None
         sums, counts = accelerator.reduce(totals, reduction="sum")
         found = _means(self._name, sums, counts)
-        if self._overall is not None:
-            found[self._overall] = (sums.sum() / counts.sum().clamp(min=1.0)).item()
+        if self._overall is not None and found:
+            found[self._overall] = (sums.sum() / counts.sum()).item()
         return found
 
 

@@ -1,7 +1,7 @@
 """Each gradient of a teacher is that of its target: expectations over *all* episodes, through the trainer's own step.
 
-A transformer over five tokens plays two or three turns, with a fixed token as the observation between them. The end token, as
-the first of a turn, ends the episode. The exact values come from the model's own logits, and autograd over the sum of all
+A transformer over five tokens plays two or three turns, with a fixed token as the observation between them. The end token,
+as the first of a turn, ends the episode. The exact values come from the model's own logits, and autograd over the sum of all
 episodes.
 """
 
