@@ -132,8 +132,9 @@ class Teacher:
         Returns:
             The log-probabilities (B, T) of the tokens that enter the loss; or what their whole distributions are made of.
         """
-        part, scored, kwargs = with_hints(batch.to_trl()), batch.counted, self._args.gradient_checkpointing_kwargs
-        with torch.no_grad(), self._playing(model) as teacher, disable_gradient_checkpointing(model, kwargs):
+        part, scored, policy = with_hints(batch.to_trl()), batch.counted, self._accelerator.unwrap_model(model)
+        plain = disable_gradient_checkpointing(policy, self._args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), plain, self._playing(model) as teacher:
             if self._sampled:
                 length, paths, kept = batch.completion_ids.size(1), paths_of(part), kept_of(part)
                 inputs: dict[str, Any] = {"logits_to_keep": length, "scored": scored, "paths": paths, "kept": kept}

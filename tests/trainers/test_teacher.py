@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from games import Gradients, Hinting, draw_batch, loss_and_gradients, make_trainer, relative_error
+from checkpointed_runs import assert_same, run_until, weights
+from games import Gradients, Hinting, Long, draw_batch, loss_and_gradients, make_trainer, relative_error
+from path_episodes import measured as measured_episodes
+from path_episodes import repeated
 from ppo_games import make_ppo, wake
 from split_passes import WHOLE, drawn, measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters import TEACHER, running
-from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, SAMPLED
+from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
 from agile_trainers.trainers import MultiTurnDistillationTrainer
@@ -327,6 +330,53 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
     trainer.teacher.add_loss = spied
     trainer.train()
     assert seen and any(abs(one - other) > 1e-6 for one, other in seen)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "changes"),
+    [
+        (IMMEDIATE, {"batches_ahead": 1}),
+        (RETURN_TO_GO, {"num_iterations": 2}),
+        (REVERSE, {"environment": Hinting, "teacher": "policy", "teacher_hint": "hint"}),
+        (FORWARD, {"environment": Long, "history": "games:takes_notes", "max_turns": 6}),
+    ],
+)
+def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, monkeypatch, gradient, changes) -> None:
+    """In the middle of a generation batch too, to the bit."""
+    settings = {
+        "teacher": teacher, "teacher_gradient": gradient, "teacher_coef_end": 0.1, "num_generations": 2, "max_steps": 4,
+        "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
+        **changes,
+    }  # fmt: skip
+    monkeypatch.setitem(run_until.__globals__["CASES"], "taught", settings)
+    whole = run_until(99, "taught", embedded_model, tmp_path / "whole")
+    run_until(3, "taught", embedded_model, tmp_path / "run")
+    again = run_until(99, "taught", embedded_model, tmp_path / "run", resume="auto")
+    assert again.state.global_step == 4
+    assert_same(weights(again), weights(whole))
+    assert again.state.log_history[-2]["teacher/kl"] == whole.state.log_history[-2]["teacher/kl"]
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_an_episode_that_is_stored_as_paths_is_the_same(embedded_model, tmp_path, teacher, gradient) -> None:
+    """Also where it is read in several passes, and an agent's episodes are trained on."""
+    options = {"teacher": teacher, "teacher_gradient": gradient, "environment": Long, "sequence_packing": "none"}
+    trainer = make_trainer(embedded_model, tmp_path, max_logprob_gap=1e9, **options)
+    trainer.state.max_steps = 1
+    episodes = trainer.rollout()
+    loss, gradients, _ = measured_episodes(trainer, episodes)
+    for budget in (None, 60):
+        other, of_paths, _ = measured_episodes(trainer, [repeated(episode) for episode in episodes], budget)
+        assert other == pytest.approx(loss, rel=1e-5) and relative_error(of_paths, gradients) < 1e-5
+
+
+def test_an_agent_is_taught(embedded_model, tmp_path, teacher) -> None:
+    trainer = make_trainer(
+        embedded_model, tmp_path, teacher=teacher, environment="agent:environment_agents:gathers", max_turns=9,
+        teacher_gradient="distribution_reverse",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["teacher/kl"] > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
