@@ -367,7 +367,7 @@ def test_an_episode_that_is_stored_as_paths_is_the_same(embedded_model, tmp_path
     loss, gradients, _ = measured_episodes(trainer, episodes)
     for budget in (None, 60):
         other, of_paths, _ = measured_episodes(trainer, [repeated(episode) for episode in episodes], budget)
-        assert other == pytest.approx(loss, rel=1e-5) and relative_error(of_paths, gradients) < 1e-5
+        assert other.item() == pytest.approx(loss.item(), rel=1e-5) and relative_error(of_paths, gradients) < 1e-5
 
 
 def test_an_agent_is_taught(embedded_model, tmp_path, teacher) -> None:
