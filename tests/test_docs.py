@@ -279,6 +279,7 @@ EARNED = {
     "docs/chaining.md": [GUESS],
     "docs/launch.md": [GUESS],
     "docs/task_sampling.md": [GUESS],
+    "docs/teacher.md": [GUESS, GUESS, GUESS],
     "docs/reasoning.md": [ideal_answers],
     "docs/trl.md": [tool_calls, products],
     "docs/verifiers.md": [twelve_numbers],

@@ -29,7 +29,7 @@ class TaughtOutput(FusedCausalLMOutput):
     """Output of a forward pass beside a teacher's: TRL's per-token fields, and the divergence from the teacher."""
 
     divergence: torch.Tensor | None = None
-    """Of the next-token distribution of each token, shaped as ``log_probs``; None without a teacher."""
+    """Divergence of the next-token distribution of each token, shaped as ``log_probs``; None without a teacher."""
 
 
 @dataclass

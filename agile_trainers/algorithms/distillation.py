@@ -25,8 +25,8 @@ class MultiTurnDistillationConfig(MultiTurnConfig):
         Rule(
             ("teacher",),
             lambda args, value: value is not None,
-            "Distillation needs a teacher: set teacher to the folder or Hub id of an adapter or a model, or to 'policy' with "
-            "teacher_hint.",
+            "Distillation needs a teacher: set teacher to the folder or Hub id of an adapter or a model, or to 'policy' "
+            "with teacher_hint.",
         ),
         Rule(
             ("gamma", "whiten_advantages", "advantage_clip_range", "scale_rewards"),

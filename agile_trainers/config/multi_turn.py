@@ -238,8 +238,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     teacher_gradient: str = option(
         IMMEDIATE,
-        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (all to the episode's "
-        "end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
+        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (all to the end of an "
+        "episode do), `distribution_reverse` or `_forward` (KL of whole distributions).",
     )
     teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss.")
     teacher_coef_end: float | None = option(
@@ -248,7 +248,7 @@ class MultiTurnConfig(GRPOConfig):
     teacher_turn_decay: float = option(1.0, "Factor of the teacher's weight from one turn to the next, in [0, 1].")
     teacher_hint: str | None = option(
         None,
-        "Entry of the environment's `info`, such as the solution, that the teacher reads before the episode. Default: none.",
+        "Entry of the environment's `info`, such as the solution, that the teacher alone reads. Default: none.",
     )
     lora_target_scope: str | None = option(
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."

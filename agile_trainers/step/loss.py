@@ -30,7 +30,7 @@ class LossPass:
     token_log_probs: torch.Tensor | None = None
     """(B, T), the same before ratios are pooled, with gradient."""
     teacher: torch.Tensor | Teaching | None = None
-    """What the teacher says of the rows; see :meth:`~agile_trainers.step.teacher.Teacher.read`."""
+    """The teacher's side of the rows; see :meth:`~agile_trainers.step.teacher.Teacher.read`."""
     divergence: torch.Tensor | None = None
     """(B, T), of the policy's distributions from the teacher's, with gradient."""
     log_ratio: torch.Tensor | None = None

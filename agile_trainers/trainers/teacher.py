@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class LoadedTeacher:
-    """Where a teacher's weights are."""
+    """A teacher's weights: a model's, an adapter's or the policy's own."""
 
     model: Any = None
     """A frozen model; None where it is an adapter of the policy, or the policy."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_runs import assert_same, run_until, weights
-from games import Gradients, Hinting, Long, draw_batch, loss_and_gradients, make_trainer, relative_error
+from games import Gradients, Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
 from path_episodes import measured as measured_episodes
 from path_episodes import repeated
 from ppo_games import make_ppo, wake
@@ -144,6 +144,18 @@ def test_micro_batches_and_packing_change_nothing(embedded_model, tmp_path, teac
         found.append(gradients.steps[0])
     assert trainer.packer.packs
     assert all(relative_error(other, found[0]) < 1e-5 for other in found[1:])
+
+
+def test_episodes_of_equal_rewards_are_taught(embedded_model, tmp_path, teacher) -> None:
+    """Half of the groups have no advantage: the gradient is the teacher's of all, and not of the others alone."""
+    trainer = make_trainer(embedded_model, tmp_path, teacher=teacher, environment=Uneven, num_generations=2)
+    trainer.state.max_steps = 1
+    wake(trainer)
+    batch = draw_batch(trainer)
+    assert 0 < int(batch["has_advantage"].sum()) < 8
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    own = teachers_part(trainer, batch, IMMEDIATE)
+    assert relative_error(loss_and_gradients(trainer, batch)[1], own) < 1e-5
 
 
 @pytest.mark.parametrize(("loss_type", "decay"), [("dapo", 0.5), ("grpo", 0.5), ("dr_grpo", 0.5), ("dapo", 0.0)])

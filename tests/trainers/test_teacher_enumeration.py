@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from enumerated import grpo, relative_error
-from test_truncated_enumeration import END, FILTERS, LAYOUTS, OBSERVED, PROMPT, VOCAB, World, micro_batch, policy
+from five_tokens import END, FILTERS, LAYOUTS, OBSERVED, PROMPT, VOCAB, World, micro_batch, policy
 
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.objectives.segments import spread_to_tokens
