@@ -637,7 +637,8 @@ MUTATIONS = [
         f"{TEACHER} -k another_tokenizer",
     ),
     Mutation(
-        "rewards that a teacher does not need", "evaluation/diagnosis.py", "if not options.rewarded:", "if False:", DIAGNOSIS,
+        "rewards that a teacher does not need", "evaluation/diagnosis.py",
+        "if not options.rewarded:", "if False:", DIAGNOSIS,
     ),
     Mutation(
         "a policy over all tokens under a filter", "objectives/kept_sets.py",
