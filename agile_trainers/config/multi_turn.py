@@ -238,8 +238,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     teacher_gradient: str = option(
         IMMEDIATE,
-        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (all to the episode's "
-        "end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
+        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (those to the "
+        "episode's end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
     )
     teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss.")
     teacher_coef_end: float | None = option(
