@@ -383,8 +383,9 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
     model = make_model(name, **changes)
     args = MultiTurnGRPOConfig(
         output_dir=str(folder), max_turns=4, max_new_tokens=8, stop_strings=list("aeiou "), num_generations=4,
-        num_iterations=2, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False,
-        use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        vllm_importance_sampling_correction=True,  # the policy is scored before its update
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False, use_cpu=True,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
         log_rollouts=False, optim="sgd", learning_rate=1e-3, seed=3,
         skip_zero_advantage="false",  # every row is scored and trained, also one whose advantage happens to be 0
     )  # fmt: skip

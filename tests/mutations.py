@@ -1025,8 +1025,12 @@ MUTATIONS = [
         f"{FIRST_PASS} -k find_their_place",
     ),
     Mutation(
-        "a batch of several optimizer steps takes the old policy from its last", "trainers/trainer.py",
-        "updates_again(self.args) and not self._first_pass_is_one_update", "False", f"{FIRST_PASS} -k split_into_updates",
+        "a batch of several optimizer steps takes the old policy from its last", "step/batch.py",
+        "return first_is_one and not is_noisy(model)", "return True", f"{FIRST_PASS} -k split_into_updates",
+    ),
+    Mutation(
+        "a pass with dropout gives the old policy", "step/batch.py",
+        "first_is_one and not is_noisy(model)", "first_is_one", f"{FIRST_PASS} -k dropout",
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
@@ -1910,6 +1914,10 @@ MUTATIONS = [
         "return min(lengths, default=None)", "return None", f"{ARCHITECTURES} -k rope",
     ),
     Mutation(
+        "Mamba decodes with the mask of earlier tokens", "rollout/generators/architecture.py",
+        '"mamba", ', "", "tests/rollout/test_generators.py -k mamba",
+    ),
+    Mutation(
         "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
         '"mamba2", "minimax",', '"mamba2",', "tests/rollout/test_generators.py -k minimax",
     ),
@@ -2512,6 +2520,35 @@ MUTATIONS = [
     Mutation(
         "rows of a panel are in another order", "evaluation/panels.py",
         "(place := _first(hashes, panel.rows)) is not None:", "False:", f"{PANELS} -k rows_of",
+    ),
+    Mutation(
+        "a panel whose starts were taken out is played", "evaluation/panels.py",
+        "if begins != (panel.starts is not None) or begins != (_PARTS[0] in panel.repeats):", "if False:",
+        f"{PANELS} -k taken_out",
+    ),
+    Mutation(
+        "modules that an environment imports are no part of its version", "evaluation/panels.py",
+        "waiting += _imported(name, Path(file).resolve(), found[name])", "pass", f"{PANELS} -k that_changed_is",
+    ),
+    Mutation(
+        "installed libraries below a project are part of a panel", "evaluation/panels.py",
+        '{"site-packages", "dist-packages"} & set(folder.parts) or not', "not", f"{PANELS} -k imports_from_its",
+    ),
+    Mutation(
+        "an environment of a panel changes while it is played", "cli/eval/command.py",
+        "            check_starts(panel, tasks[0].factory, tasks[0].rows)\n", "            pass\n", f"{PANELS} -k while_it",
+    ),
+    Mutation(
+        "a history's source is no part of results on a panel", "cli/eval/command.py",
+        'if not one.startswith("agile_trainers")})', "if not one})", f"{PANELS} -k history",
+    ),
+    Mutation(
+        "a result is compared with its copy, and it is not said", "evaluation/panels.py",
+        "if all(one.played == its.played for one, its in pairs):", "if False:", f"{PANELS} -k equal_episodes",
+    ),
+    Mutation(
+        "other prompts on a panel are not named", "evaluation/panels.py",
+        "sum(one.prompt != its.prompt for one, its in pairs)", "0", f"{PANELS} -k equal_episodes",
     ),
     Mutation(
         "greedy evaluation samples", "evaluation/policy.py",

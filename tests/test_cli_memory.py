@@ -156,8 +156,8 @@ def run(
         # The plan is of padded rows in one pass, none left out for its advantage.
         "sequence_packing": "none", "max_tokens_per_micro_batch": 100_000, **({} if kind == "ppo" else READ_ALL),
     } | case.options  # fmt: skip
-    # PPO's plan is of a pass that trains both: the critic is read a second time with several iterations.
-    settings |= {"num_generations": 2} if kind == "grpo" else {"num_iterations": 2}
+    # PPO's plan is of a pass that trains both: the critic is read a second time where a batch is several updates.
+    settings |= {"num_generations": 2} if kind == "grpo" else {"steps_per_generation": 2}
     settings["min_new_tokens"] = settings["max_new_tokens"]
     counts = Counts()
     trainer = counted(trainer_class, counts)(

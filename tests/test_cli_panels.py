@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.main import main
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.evaluation.panels import SHIPPED, check_panel, make_panel, panel_of, read_panel, sealed
+from agile_trainers.evaluation.panels import SHIPPED, check_panel, make_panel, panel_of, read_panel, sealed, sources
 
 LIMITS = ["--max_turns", "3", "--max_new_tokens", "1"]
 ROWS = [{"question": f"{n}?", "answer": str(n)} for n in range(6)]
 SOURCE = """
-import random
-from panel_helper import START, Inner
+import importlib, os, random
+
+Inner = importlib.import_module("panel_helper").Inner
+
+START = os.environ.get("START", "Number")
 
 class Counted:
     def reset(self, seed=None, options=None):
@@ -45,8 +49,6 @@ class Wrapped:
 """
 
 HELPER = """
-START = "Number"
-
 class Inner:
     def reset(self, seed=None, options=None):
         return f"{seed}", {}
@@ -71,6 +73,20 @@ class Lengths:
     def step(self, action: str) -> Any:
         won = (len(action) + self.game) % 2 == 0
         return "", float(won), True, False, {"success": won}
+
+
+class Learning(Lengths):
+    """Begins otherwise once somebody has played it, as a server or a cache may."""
+
+    played = False
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        text, information = super().reset(seed, options)
+        return f"{text}{' again' * Learning.played}", information
+
+    def step(self, action: str) -> Any:
+        Learning.played |= action != "0"
+        return super().step(action)
 
 
 @pytest.fixture
@@ -148,7 +164,10 @@ def test_two_results_are_compared_from_their_files(
     assert found["panel"] == panel["panel"] and found["differences"] == []
     assert run("eval", "--compare", *files) == 0
     shown = capsys.readouterr().out
-    assert f"Panel {panel['panel']}, of 6 different starts." in shown and "exact McNemar test, 24 pairs" in shown
+    assert (
+        f"Panel {panel['panel']}, of seed 42 and 6 different starts." in shown
+        and "exact McNemar test, 24 pairs" in shown
+    )
     card = (played["folder"] / "adapter/README.md").read_text()
     (entry,) = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
     assert {metric["args"]["panel"] for metric in entry["metrics"]} == {panel["panel"]}
@@ -250,6 +269,64 @@ def test_a_panel_edited_by_hand_is_refused(resealed: bool) -> None:
         panel_of({"panel": "1"}, "panel.json")
 
 
+@pytest.mark.parametrize(
+    "change", [{"starts": None}, {"starts": None, "repeats": []}, {"repeats": ["first step"]}], ids=str
+)
+def test_a_panel_whose_starts_were_taken_out_is_refused(change: dict[str, Any]) -> None:
+    panel = make_panel("agile:guess_number", 6)
+    check(panel)
+    with pytest.raises(ValueError, match="was edited: it has hashes of the first observations, unless"):
+        check(replace(panel, **change))
+    check(make_panel("agile:archive", 3))
+
+
+def test_an_environment_that_changes_while_it_is_played_is_refused(
+    tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Learning, "played", False)
+    made = ["panel", "make", f"{__name__}:Learning", "--episodes", "3", "--output", tmp_path / "panel.json"]
+    assert run(*made) == 0
+    play = ["eval", embedded_model, "--panel", tmp_path / "panel.json", *LIMITS, "--no_card", "--output_dir"]
+    assert run(*play, tmp_path / "out") == 2
+    assert "starts otherwise than in the panel" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/eval-*/results.json"))
+
+
+def test_a_history_whose_source_changed_is_refused(
+    played: dict[str, Path], module: Any, tmp_path: Path, embedded_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = "def keep(messages):\n    return messages\n"
+    play = ["eval", embedded_model, "--panel", played["folder"] / "short.json", *LIMITS, "--no_card"]
+    for name, source in {"a": HELPER + history, "b": HELPER + history.replace("messages\n", "messages[:1]\n")}.items():
+        module(helper=source)
+        assert run(*play, "--history", "panel_helper:keep", "--output_dir", tmp_path / name) == 0
+    results = [next((tmp_path / name).glob("eval-*/results.json")) for name in "ab"]
+    capsys.readouterr()
+    assert run("eval", "--compare", *results) == 2
+    assert "history_source={'source of panel_helper': '" in capsys.readouterr().err
+    assert run("eval", "--compare", *results, "--allow_difference", "history_source") == 0
+
+
+def test_equal_episodes_and_other_prompts_are_named(
+    played: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(played["model"].read_text())
+    (tmp_path / "copy.json").write_text(json.dumps(content))
+    prompts = content["environments"][0]["policies"][0]["outcomes"]["prompt"]
+    prompts[:2] = ["other", "other"]
+    (tmp_path / "prompts.json").write_text(json.dumps(sealed(content)))
+    capsys.readouterr()
+    for other, same, apart in [
+        ("copy.json", True, False),
+        ("prompts.json", True, True),
+        (played["adapter"], False, False),
+    ]:
+        assert run("eval", "--compare", played["model"], tmp_path / other) == 0
+        shown = capsys.readouterr().out
+        assert ("said the same in every episode" in shown) is same
+        assert ("began 2 of 24 episodes with different tokens" in shown) is apart
+
+
 def test_rows_of_a_data_set_that_changed_are_refused(
     module: Any, tmp_path: Path, embedded_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,14 +367,21 @@ def test_an_environment_that_changed_is_refused(module: Any, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"source of panel_env was '[0-9a-f]{32}', and is"):
         check(panel)
     module(helper=HELPER + "# a comment")
-    check(panel), "a module that is only imported is not seen"
+    check(panel)  # the name is computed: the source does not say what is imported
     with pytest.raises(ValueError, match=r"source of panel_helper was '[0-9a-f]{32}', and is"):
         check(wrapped)
-    module(helper=HELPER.replace("Number", "A number"))
+    module(SOURCE + "import panel_helper\n")
+    imports = make_panel("panel_env:Counted", 5)
+    module(SOURCE + "import panel_helper\n", HELPER + "# a comment")
+    with pytest.raises(ValueError, match=r"source of panel_helper was '[0-9a-f]{32}', and is"):
+        check(imports)
+    monkeypatch.setenv("START", "A number")
+    module()
     with pytest.raises(
         ValueError, match=r"Episode 0 \(seed \d+\) starts otherwise than in the panel, by its observation"
     ):
         check(panel)
+    monkeypatch.delenv("START")
     module()
     check(panel)
     libraries = {"panel_env": ["panel-env"]}
@@ -307,6 +391,35 @@ def test_an_environment_that_changed_is_refused(module: Any, monkeypatch: pytest
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.1")
     with pytest.raises(ValueError, match=r"version of panel-env was '1\.0', and is '1\.1'"):
         check(with_library)
+
+
+def test_what_a_module_imports_from_its_project_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through packages, relative imports and functions, but no installed library, even one below the same folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {
+        "panel_package/__init__.py": "",
+        "panel_package/games/__init__.py": "import numpy, installed\nfrom . import rules",
+        "panel_package/games/rules.py": "def grade():\n    from ..grading import lax\n    import panel_rows.read, not_there",
+        "panel_package/grading/__init__.py": "",
+        "panel_package/grading/lax.py": "from panel_package import games",
+        "panel_package/other.py": "",
+        "panel_rows/read.py": "from agile_trainers.envs.questions.answers import math_match\nimport agile_trainers.types",
+        "lib/site-packages/installed/__init__.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "lib/site-packages")
+    importlib.import_module("panel_package.games")
+    theirs = [
+        "panel_package",
+        *(f"panel_package.{one}" for one in ("games", "games.rules", "grading", "grading.lax")),
+        "panel_rows.read",
+    ]
+    ours = [f"agile_trainers.envs.questions.{one}" for one in ("answers", "mathematics")]
+    assert list(sources(["panel_package.games"])) == [f"source of {name}" for name in sorted([*theirs, *ours])]
+    for name in [name for name in sys.modules if name.startswith("panel_")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_another_class_under_the_same_id_is_refused(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

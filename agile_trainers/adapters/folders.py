@@ -61,7 +61,7 @@ STAGE = Fields(
 )  # fmt: skip
 """A ``parent`` in a record, without its own."""
 OPTIONS = Fields({
-    **dict.fromkeys(("max_turns", "max_new_tokens", "num_iterations"), Count),
+    **dict.fromkeys(("max_turns", "max_new_tokens", "max_observation_length", "num_iterations"), Count),
     **dict.fromkeys(("environment_workers", "environment_processes", "top_k", "min_new_tokens"), Count),
     **dict.fromkeys(("max_model_length", "max_environments"), (Count, None)),
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), NUMBER),

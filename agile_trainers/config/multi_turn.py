@@ -106,6 +106,10 @@ class MultiTurnConfig(GRPOConfig):
         "Tokens of the whole conversation, prompt included. It is also the length of vLLM's engine. Default: the model's "
         "`max_position_embeddings`.",
     )
+    max_observation_length: int = option(
+        EpisodeOptions.max_observation_length,
+        "Characters of one observation, at most. A longer one is cut, with a note to the model.",
+    )
     stop_strings: list[str] | None = option(None, "Strings that end an answer. They stay part of it.")
     system_prompt: str | None = option(None, "System message before a first observation that has no system message.")
     training_chat_template: bool = option(
@@ -156,8 +160,8 @@ class MultiTurnConfig(GRPOConfig):
     environment_limits: dict[str, dict[str, int]] | str | None = option(
         None,
         'Limits of each of several environments, by name: {"guess": {"max_turns": 4}, "sums": {"max_turns": 1}}. Any of '
-        "`max_turns`, `max_new_tokens` and `max_model_length`; the common options apply to the rest. "
-        "`max_completion_length` is that of the longest.",
+        "`max_turns`, `max_new_tokens`, `max_model_length` and `max_observation_length`; the common options apply to the "
+        "rest. `max_completion_length` is that of the longest.",
     )
     task_sampling: str = option(
         "uniform",

@@ -113,7 +113,6 @@ GONE = {
     "drift_divergence_max": "DPPO's mask is a loss of one's own, docs/own_loss.md",
     "environment_weights": "a train_dataset with the column 'environment' says how often each is played",
     "log_rollouts_max_gb": "log_rollouts=N writes every N-th generation batch",
-    "max_observation_length": "let the environment shorten its text",
     "merge_adapter_in_rollout": "the adapter is fused into one product already",
     "task_seeds": "a train_dataset with a row for each task, which reset() gets as options",
 }

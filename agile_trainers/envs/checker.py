@@ -33,7 +33,7 @@ from agile_trainers.records.plain import from_json, to_json
 from agile_trainers.types import Message
 
 LONG_OBSERVATION = 100_000
-"""Characters above which an observation is reported as too long: an episode keeps so many."""
+"""Characters above which an observation is reported as too long: the trainers' default ``max_observation_length``."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest reward, since rewards become float32."""
 _LONGEST_MESSAGE = 2000
@@ -529,8 +529,8 @@ def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, rep
     longest = max(texts, key=len)
     if len(longest) > LONG_OBSERVATION:
         message = (
-            f"an observation after reset(seed={seed}) has {len(longest):,} characters: an episode keeps the first "
-            f"{LONG_OBSERVATION:,} of them; return only the text that the model needs"
+            f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts observations "
+            "longer than max_observation_length; return only the text that the model needs"
         )
         report.warn(message)
     elif len(texts) > 3 and all(20 < len(a) < len(b) and a in b for a, b in pairwise(texts[1:])):

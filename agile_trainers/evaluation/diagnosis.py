@@ -850,8 +850,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "context_full", ("stop/context_full",), _context_full,
-        "Raise max_model_length, or lower max_new_tokens or max_turns.",
-        ("max_model_length", "max_new_tokens", "max_turns"),
+        "Raise max_model_length, or lower max_new_tokens, max_turns or max_observation_length.",
+        ("max_model_length", "max_new_tokens", "max_turns", "max_observation_length"),
     ),
     HealthCheck(
         "rewrite_full", ("stop/rewrite_full",), _rewrite_full,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -35,13 +36,16 @@ SHIPPED_EPISODES = 200
 _PARTS = ("observation", "information", "first step")
 _OURS = "agile_"
 """Beginning of the names of our packages, whose version is no part of a panel: the source of a task is."""
+_TASKS = (f"{_OURS}environments.", f"{_OURS}trainers.envs.questions.")
+"""Beginnings of the names of our modules that are followed when a task imports them: other tasks, word lists and graders."""
 _WHERE = ("environment_workers", "environment_processes", "max_environments", "training_chat_template")
 SETTINGS = (
     "attempts",
     *(f.name for kind in (EpisodeOptions, SamplingSettings) for f in fields(kind) if f.name not in _WHERE),
+    "history_source",
 )
 """Settings that two results on a panel must share."""
-_NAMED = ("use_vllm", "vllm_model_impl", "dtype", "training_chat_template", "versions")
+_NAMED = ("use_vllm", "vllm_model_impl", "dtype", "trust_remote_code", "training_chat_template", "versions")
 """Settings that may differ, and are then named."""
 _OF_ROWS = ("return", "success", "turns", "action_tokens", "stop_reason")
 _OF_STARTS = tuple(one.name for one in fields(EpisodeStart) if one.name != "environment")
@@ -205,7 +209,21 @@ def check_panel(panel: EpisodePanel, factory: EnvironmentFactory, rows: Sequence
         moved = " All rows are there, in another order." if sorted(hashes) == sorted(panel.rows) else ""
         raise ValueError(f"The data set is not the panel's: the row of episode {place} has the hash {hashes[place]}, in the "
                          f"panel {panel.rows[place]}.{moved} Load the revision that the panel was made of.")  # fmt: skip
+    begins = agent_of(factory) is None
+    if begins != (panel.starts is not None) or begins != (_PARTS[0] in panel.repeats):
+        raise ValueError("The panel was edited: it has hashes of the first observations, unless it is of an agent. Get the "
+                         "original, or make a panel of your own.")  # fmt: skip
+    check_starts(panel, factory, rows)
+
+
+def check_starts(panel: EpisodePanel, factory: EnvironmentFactory, rows: Sequence[dict[str, Any]] | None) -> None:
+    """Check that an environment begins the episodes of a panel as it did when the panel was made.
+
+    Raises:
+        ValueError: If an episode starts otherwise.
+    """
     if panel.starts is not None:
+        specs = evaluation_episodes(panel.seed, len(panel.seeds), rows, domain=HELD_OUT)
         starts = _starts(_begin(factory, specs), panel.repeats)
         if (place := _first(starts, panel.starts)) is not None:
             raise ValueError(f"Episode {place} (seed {panel.seeds[place]}) starts otherwise than in the panel, by its "
@@ -244,7 +262,8 @@ def _row_hashes(specs: Sequence[EpisodeSpec]) -> list[str] | None:
 
 
 def _version(environment: str, factory: EnvironmentFactory) -> dict[str, str]:
-    """Return the class of an environment, hashes of the sources of its classes' modules, and versions of distributions.
+    """Return the class of an environment, hashes of the sources of its classes' modules and of those that these import, and
+    versions of distributions.
 
     Classes are those of the instance, of the environments that it holds, and of what all of these inherit from.
 
@@ -268,13 +287,50 @@ def _version(environment: str, factory: EnvironmentFactory) -> dict[str, str]:
     theirs = [top for top in tops if not top.startswith(_OURS)]
     for name in sorted({found for top in theirs for found in _distributions().get(top, [])}):
         version[f"version of {name}"] = importlib.metadata.version(name)
-    for name in sorted(modules):
-        file = getattr(sys.modules.get(name), "__file__", None)
+    return version | sources(modules)
+
+
+def sources(modules: Iterable[str]) -> dict[str, str]:
+    """Return ``source of MODULE`` to its hash, of modules and of those of the same project that they import.
+
+    Raises:
+        ValueError: If the source of a module cannot be read.
+    """
+    found = dict[str, bytes]()
+    waiting = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in modules]
+    while waiting:
+        name, file = waiting.pop()
         if file is None:
-            raise ValueError(f"{environment}: the source of {name} cannot be read, so that a panel cannot name its version. "
-                             "Put the class into a file of its own.")  # fmt: skip
-        version[f"source of {name}"] = sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:32]
-    return version
+            raise ValueError(f"The source of {name} cannot be read, so that a panel cannot name its version. Put the class "
+                             "into a file of its own.")  # fmt: skip
+        if name not in found:
+            found[name] = Path(file).read_bytes().replace(b"\r\n", b"\n")
+            if Path(file).suffix == ".py":
+                waiting += _imported(name, Path(file).resolve(), found[name])
+    return {f"source of {name}": sha256(found[name]).hexdigest()[:32] for name in sorted(found)}
+
+
+def _imported(name: str, file: Path, source: bytes) -> Iterator[tuple[str, Path]]:
+    """Yield names and files of the modules that a module imports, also inside functions, and that are no installed library.
+
+    They are read from the source, since what is loaded depends on what else the process did.
+    """
+    whole = file.name == "__init__.py"
+    package, root = name if whole else name.rpartition(".")[0], file.parents[name.count(".") + whole]
+    for node in ast.walk(ast.parse(source)):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            names = [base, *(f"{base}.{one}" for one in names)]
+        for one in names:
+            top, *rest = one.split(".")
+            of_top = next(iter(getattr(sys.modules.get(top), "__path__", ())), root / top)
+            folder = Path(of_top, *rest).resolve()
+            path = next((it for it in (folder.with_suffix(".py"), folder / "__init__.py") if it.is_file()), None)
+            installed = {"site-packages", "dist-packages"} & set(folder.parts) or not folder.is_relative_to(root)
+            if path is not None and (one.startswith(_TASKS) if one.startswith(_OURS) else not installed):
+                yield one, path
 
 
 @cache
@@ -398,5 +454,12 @@ def check_comparable(first: PanelResults, other: PanelResults, allowed: Collecti
         raise ValueError(f"{first.policy} and {other.policy} were not played in the same way: {'; '.join(refused)}. Play "
                          "both with the same options, or compare them as they are with --allow_difference and the names of "
                          "options that are part of a policy; attempts must be equal.")  # fmt: skip
-    named = [*found.values(), *differing(_NAMED).values()]
-    return [f"{first.policy} and {other.policy} were played differently: {one}." for one in named]
+    both = f"{first.policy} and {other.policy}"
+    notes = [f"{both} were played differently: {one}." for one in [*found.values(), *differing(_NAMED).values()]]
+    pairs = list(zip(first.results.starts, other.results.starts, strict=True))
+    if all(one.played == its.played for one, its in pairs):
+        notes.append(f"{both} said the same in every episode: they may be one policy.")
+    if prompts := sum(one.prompt != its.prompt for one, its in pairs):
+        notes.append(f"{both} began {prompts} of {len(pairs)} episodes with different tokens: their tokenizers or chat "
+                     "templates differ, or what the environment said.")  # fmt: skip
+    return notes

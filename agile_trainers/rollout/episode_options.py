@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.checker import LONG_OBSERVATION
 from agile_trainers.envs.context import History, Summary, as_history
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
@@ -20,13 +21,14 @@ from agile_trainers.rollout.spec import Limits
 
 logger = logging.get_logger(__name__)
 
-LIMITS = ("max_turns", "max_new_tokens", "max_model_length")
+LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
 """Limits of an episode, which each of several environments may have of its own."""
 UNLIMITED = 1 << 30
 """``max_model_length`` of an engine if neither the run nor the model limits conversations."""
 _NOT_OF_AGENTS = {
     "history": "it owns its context, and may rewrite it itself",
     "system_prompt": "it owns its context, and sends its own",
+    "max_observation_length": "it sends whole prompts, which max_model_length bounds",
     "environment_workers": "it runs in an event loop or a thread of its own; max_environments says how many play at once",
 }
 """Options without effect on an agent, and the reason."""
@@ -44,6 +46,7 @@ class EpisodeOptions:
     max_turns: int = 8
     max_new_tokens: int = 256
     max_model_length: int | None = None
+    max_observation_length: int = LONG_OBSERVATION
     system_prompt: str | None = None
     training_chat_template: bool = False
     on_rewrite: str = "fork"
@@ -250,7 +253,12 @@ def end_token_ids(of_model: int | list[int] | None, tokenizer: Any) -> list[int]
 
 
 def _limits(options: EpisodeOptions, longest: int) -> Limits:
-    return Limits(options.max_turns, options.max_new_tokens, min(options.max_model_length or longest, longest))
+    return Limits(
+        options.max_turns,
+        options.max_new_tokens,
+        min(options.max_model_length or longest, longest),
+        options.max_observation_length,
+    )
 
 
 def longest_conversation(asked: int | None, config: Any) -> int | None:

@@ -17,6 +17,7 @@ from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.step.credit import Credit, CreditAssignment, Judged
 from agile_trainers.step.critic import Critic, CriticValues, NoCritic
 from agile_trainers.step.drift import corrected_drift, mismatch_weights, weights_of_turns
+from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import Teacher
@@ -32,9 +33,21 @@ def scores_old_policy(args: Any) -> bool:
 def updates_again(args: Any) -> bool:
     """Return True if weights change between two forward passes of a generation batch: TRL's own condition.
 
-    The old policy's log-probs are then needed. If the first pass over the batch is one optimizer step, they are its own.
+    The old policy's log-probs are then needed; see :func:`first_pass_is_old_policy`.
     """
     return args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+
+
+def first_pass_is_old_policy(model: Any, first_is_one: bool) -> bool:
+    """Return True if the first pass of a batch with gradient computes the log-probs that a pass before it would.
+
+    Noise of training, as dropout, is drawn anew in each pass: the policy is then scored before.
+
+    Args:
+        model: The policy.
+        first_is_one: True if the first pass over the generation batch is one optimizer step of training.
+    """
+    return first_is_one and not is_noisy(model)
 
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
@@ -142,7 +155,7 @@ class MadeBatch:
     log_probs: BatchLogProbs
     judged: Judged
     credit: Credit
-    """Of all processes."""
+    """Credit of the rows of all processes."""
     advantages: torch.Tensor
     """(B, K), of this process."""
     values: torch.Tensor | None
@@ -221,7 +234,8 @@ class BatchMaker:
         args, rows = self._args, None
         if advantages is not None and self.skips_zero_advantage:
             rows = self._passes.even_rows(with_advantage(advantages, batch.turn_mask, args.zero_advantage_eps))
-        old = scores_old_policy(args) or args.kl_placement != "loss" or (updates_again(args) and not first_is_one)
+        old = scores_old_policy(args) or args.kl_placement != "loss"
+        old = old or (updates_again(args) and not first_pass_is_old_policy(models.policy, first_is_one))
         log_probs = self._passes.compute(models, batch, old=old, reference=args.beta != 0.0, rows=rows)
         if version is not None:
             self.score_snapshot(models, batch, log_probs, version)

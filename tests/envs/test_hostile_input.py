@@ -207,7 +207,7 @@ def test_messages_share_the_limit() -> None:
 
 
 def test_the_trainer_limits_observations(embedded_model: Path, tmp_path: Path) -> None:
-    """The first prompt is cut before it is measured."""
+    """By default too: the option reaches the engine, and the first prompt is cut before it is measured."""
     options: dict[str, Any] = {
         "output_dir": str(tmp_path), "max_turns": 2, "max_new_tokens": 2, "max_steps": 1, "num_generations": 2,
         "per_device_train_batch_size": 4, "num_eval_episodes": 4, "log_rollouts": False, "bf16": False,
@@ -216,7 +216,10 @@ def test_the_trainer_limits_observations(embedded_model: Path, tmp_path: Path) -
     trainer = MultiTurnGRPOTrainer(
         str(embedded_model),
         environment=lambda: Flood("reset"),
-        args=MultiTurnGRPOConfig(**options),
+        args=MultiTurnGRPOConfig(max_observation_length=50, **options),
     )
     metrics = trainer.evaluate()
     assert metrics["eval_observations_cut"] == 3.0 and metrics["eval_stop/max_turns"] == 1.0
+    assert MultiTurnGRPOConfig(**options).max_observation_length == 100_000
+    with pytest.raises(ValueError, match=r"max_observation_length.*0"):
+        MultiTurnGRPOConfig(max_observation_length=0, **options)

@@ -52,6 +52,7 @@ def measured(
     trainer.token_batches.budget = budget
     trainer._metrics["train"].clear()
     trainer._step = trainer.state.num_input_tokens_seen = 0
+    trainer.is_in_train = False  # the weights move before the first pass: it cannot give the old policy
     batch = trainer._generate_and_score_completions(list(episodes))
     move(trainer, adapters)
     trainer.critic.count_turns([batch])

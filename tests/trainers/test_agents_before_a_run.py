@@ -35,6 +35,7 @@ ROWS = Dataset.from_list([{"question": f"what is {n}"} for n in range(8)])
     [
         ({"history": "last:2"}, "history has no effect on an agent: it owns its context"),
         ({"system_prompt": "Be brief."}, "system_prompt has no effect on an agent: it owns its context"),
+        ({"max_observation_length": 50}, "max_observation_length has no effect on an agent.*max_model_length"),
         ({"environment_workers": 2}, "environment_workers has no effect on an agent.*max_environments"),
     ],
 )
@@ -52,6 +53,10 @@ def test_options_without_effect_on_an_agent(
     ("changed", "said"),
     [
         ({"history": {"a": "last:2"}}, r"history\['a'\] has no effect on an agent"),
+        (
+            {"environment_limits": {"a": {"max_turns": 2, "max_observation_length": 5}}},
+            r"environment_limits\['a'\]\['max_observation_length'\] has no effect on an agent",
+        ),
     ],
 )
 def test_options_of_one_of_several_environments(changed: dict[str, Any], said: str) -> None:

@@ -121,6 +121,7 @@ def test_reference_and_critic_have_no_noise(tmp_path, whole):
         trainer = make_ppo(model, tmp_path, lora={"lora_dropout": 0.1}, reference_adapter=True, **options)
         wake(trainer)
         trainer.update_reference()
+    trainer.is_in_train = False
     batch = draw_batch(trainer)
     actions = batch["turn_ids"] >= 0
     difference = (batch["ref_per_token_logps"] - batch["old_per_token_logps"])[actions].abs().max()

@@ -90,22 +90,11 @@ def test_a_critic_learns_while_it_is_read_and_is_read_again_in_the_second_update
             assert relative_error(*parts) < 1e-5 and all(g.any() for g in parts[0].values())
 
 
-def test_dropout_has_the_ratio_1_in_the_first_update(embedded_model, tmp_path):
-    """As in a run of one update: a pass before would have drawn another mask."""
-    ratios = []
-    trainer = make_trainer(
-        embedded_model, tmp_path, lora={"lora_dropout": 0.3}, disable_dropout=False, max_logprob_gap=9.0, **UPDATES
-    )
-    observe = trainer.rollout_log.observe
-
-    def watched(batch, log_probs, log_ratio):
-        ratios.append(float(log_ratio[batch.counted].abs().max()))
-        observe(batch, log_probs, log_ratio)
-
-    trainer.rollout_log.observe = watched
-    wake(trainer)
-    trainer.train()
-    assert ratios[0] == 0 and ratios[-1] > 0
+def test_a_policy_with_dropout_is_scored_before(embedded_model, tmp_path, monkeypatch):
+    """The mask of a pass with gradient is its own."""
+    options = {"lora": {"lora_dropout": 0.3}, "disable_dropout": False, "max_logprob_gap": 9.0}
+    *_, scorings = trained(make_trainer, embedded_model, tmp_path, monkeypatch, apart=False, **options)
+    assert all(scorings)
 
 
 def test_rows_of_passes_find_their_place():

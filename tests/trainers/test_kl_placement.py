@@ -85,7 +85,9 @@ def test_credit_that_chose_the_groups_is_reused_where_the_penalty_left_it(
     plain = draw_batch(make(embedded_model, tmp_path, placement))
     trainer, calls = make(embedded_model, tmp_path, placement, resample_zero_advantage_groups=1), []
     rule = trainer.batches._credit._rule
-    monkeypatch.setattr(trainer.batches._credit, "_rule", lambda turns: (calls.append(turns.rewards.clone()), rule(turns))[1])
+    monkeypatch.setattr(
+        trainer.batches._credit, "_rule", lambda turns: (calls.append(turns.rewards.clone()), rule(turns))[1]
+    )
     batch = draw_batch(trainer)
     assert torch.equal(batch["completion_ids"], plain["completion_ids"])
     assert torch.equal(batch["advantages"], plain["advantages"])

@@ -331,10 +331,11 @@ def test_the_longest_environment_sizes_the_completion(tmp_path):
 
 
 def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tmp_path):
-    limits = {"low": {"max_model_length": 60}, "high": {"max_turns": 2}}
+    limits = {"low": {"max_model_length": 60, "max_observation_length": 4}, "high": {"max_turns": 2}}
     trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits=limits, max_model_length=90)
     engine = trainer.engine
     assert (engine.limits_of("low").max_model_length, engine.limits_of("high").max_model_length) == (60, 90)
+    assert engine.cut("right wrong", "low")[1] and not engine.cut("right wrong", "high")[1]
     with pytest.raises(ValueError, match=r"first prompt of the environment 'high' has .* max_model_length=3"):
         make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits={"high": {"max_model_length": 3}})
 

@@ -38,8 +38,8 @@ from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages of TRL's trainers."""
 EPISODES = (
-    "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "stop_strings", "system_prompt",
-    "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
+    "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
+    "system_prompt", "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
     "top_p", "top_k", "min_p",
     "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip

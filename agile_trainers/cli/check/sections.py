@@ -33,7 +33,7 @@ from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment
-from agile_trainers.envs.checker import LONG_OBSERVATION, check_environment, describe_error
+from agile_trainers.envs.checker import check_environment, describe_error
 from agile_trainers.envs.scripted_policies import known_policies
 from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
 from agile_trainers.evaluation.statistics import within
@@ -225,7 +225,7 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
             "count as unsuccessful: report it on every step."
         )
     if summary["observations_cut"]:
-        report.warning(f"observations were cut at {LONG_OBSERVATION:,} characters.")
+        report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
 
 
 def report_rewrites(report: Report, run: Run, played: Sequence[Trajectory]) -> None:

@@ -34,6 +34,7 @@ from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_resul
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.context import as_history
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.evaluation import (
@@ -46,7 +47,7 @@ from agile_trainers.evaluation import (
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
-from agile_trainers.evaluation.panels import EpisodePanel, check_panel, read_panel, sealed
+from agile_trainers.evaluation.panels import EpisodePanel, check_panel, check_starts, read_panel, sealed, sources
 from agile_trainers.evaluation.policy import load_model, recorded_settings
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
@@ -257,6 +258,8 @@ def main(argv: Sequence[str]) -> None:
     errors: list[ValueError] = []
     with redirect_stdout(sys.stderr) if options.json else nullcontext():  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
+        if panel is not None:  # again: what is kept by the process, or on a server, may have changed while it played
+            check_starts(panel, tasks[0].factory, tasks[0].rows)
     if main_process:
         _report(options, sampling, reports, run, console, panel)
     if errors:
@@ -529,6 +532,9 @@ def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[s
     left_out = ("output_dir", "json", "no_card", "metric", "reference", "compare", "allow_difference")
     chosen = {name: value for name, value in vars(options).items() if name not in left_out}
     chosen["versions"] = {name: version(name) for name in ("agile-trainers", "transformers", "torch")}
+    given = options.history.values() if isinstance(options.history, dict) else [options.history]
+    modules = {getattr(as_history(one), "__module__", "agile_trainers") for one in given}
+    chosen["history_source"] = sources({one for one in modules if not one.startswith("agile_trainers")})
     arguments = withheld_values(_plain(options.environment_args))
     return masked(_plain(chosen | {"environment_args": arguments, "do_sample": sampling.do_sample}))
 

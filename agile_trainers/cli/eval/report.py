@@ -131,8 +131,10 @@ def compare_files(files: Sequence[Path], allowed: Sequence[str], measure: Measur
     console = Console()
     show(console, report)
     starts = first.panel.different_starts
-    told = f"Panel {first.panel.hash}" + ("." if starts is None else f", of {starts} different starts.")
-    for note in [*notes, told]:
+    told = f"Panel {first.panel.hash}, of seed {first.panel.seed}" + (
+        f" and {starts} different starts" if starts else ""
+    )
+    for note in [*notes, f"{told}."]:
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
