@@ -557,7 +557,7 @@ class MultiTurnTrainer(_Trainer):
         if first is not None:
             first.add(handed.batch, handed.log_probs)
         if self.teacher is not None:
-            progress = self.state.global_step / self.state.max_steps
+            progress = self.state.global_step / max(self.state.max_steps, 1)
             loss, metrics = self.teacher.add_loss(
                 loss, handed, whole, progress, self.current_gradient_accumulation_steps
             )
