@@ -1,9 +1,9 @@
-"""Trains the demo's ``guess_number`` with GRPO, and distills the adapter that this gives into a fresh one.
+"""Distills the adapter of the demo into a fresh one on the same base, and counts the episodes to success .9.
 
-All trainings of a seed start from the model of the demo's supervised stage, which has learned the form of an answer from
-random play, and train the demo's adapter with 96 episodes in an update. GRPO is the demo's: 300 updates, after which its
-adapter is the teacher. A distillation, without any reward, ends when the mean success of three rollouts in a row is .9. The
-learning rate of each gradient is the one of two that arrived after the fewest episodes with a seed of its own.
+The base is the model of the demo's supervised stage, which has learned the form of an answer from random play. The teacher
+is the adapter after the demo's 300 updates by GRPO. A student is a fresh adapter that is trained without any reward, at the
+demo's learning rate and with its 96 episodes in an update, until three rollouts in a row have a mean success of .9; seeds
+differ in the student's weights, its episodes and its sampling.
 
 Each finished training is a line of ``results/distillation.jsonl`` and is not repeated. The table is in ``docs/teacher.md``.
 """
@@ -30,11 +30,10 @@ from agile_trainers.embedded import make_embedded_model, words_of
 RESULTS = ROOT / "benchmarks/results/distillation.jsonl"
 PAGE = ROOT / "docs/teacher.md"
 RUNS = ROOT / "runs/distillation"
-GOAL, WINDOW, EPISODES, UPDATES = 0.9, 3, demo.GROUP * demo.HIGH, 300
+GOAL, WINDOW, EPISODES, UPDATES = 0.9, 3, demo.GROUP * demo.HIGH, 100
 GRADIENTS = ("immediate", "return_to_go", "distribution_reverse", "distribution_forward")
-RATES = (1e-2, 3e-3)
-TUNING = 3
-"""The seed by which a learning rate is chosen."""
+RATE = 3e-3
+"""The demo's."""
 SEEDS = (0, 1, 2)
 Run = dict[str, Any]
 
@@ -59,14 +58,13 @@ class Stop(TrainerCallback):
         )
 
 
-def start(seed: int) -> Path:
-    """Return the folder of the model that the trainings of a seed start from, which is made once."""
-    folder = RUNS / str(seed)
+def start() -> Path:
+    """Return the folder of the model that all trainings start from, which is made once."""
+    folder = RUNS / "0"
     if not (folder / "done").is_file():
         words = words_of(demo.demonstrations(100), "invalid", "correct")
-        trainer = demo.make_sft_trainer(
-            make_embedded_model(folder / "untrained", words=words, seed=seed), folder / "sft", seed, demo.Budget()
-        )
+        untrained = make_embedded_model(folder / "untrained", words=words)
+        trainer = demo.make_sft_trainer(untrained, folder / "sft", 0, demo.Budget())
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.save_model()
@@ -74,9 +72,9 @@ def start(seed: int) -> Path:
     return folder / "sft"
 
 
-def run(side: str, rate: float, seed: int) -> Run:
+def run(side: str, seed: int) -> Run:
     """Train once; the adapter of GRPO is kept."""
-    model, teacher, begun = str(start(seed)), str(RUNS / str(seed) / "teacher"), time.process_time()
+    model, teacher, begun = str(start()), str(RUNS / "0" / "teacher"), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         if side == "GRPO":
             trainer: Any = demo.make_trainer(model, Path(folder), seed, demo.Budget(), demo.lora())
@@ -85,7 +83,7 @@ def run(side: str, rate: float, seed: int) -> Run:
                 model=model,
                 environment=demo.ENVIRONMENT,
                 args=MultiTurnDistillationConfig(
-                    output_dir=folder, teacher=teacher, teacher_gradient=side, learning_rate=rate, seed=seed,
+                    output_dir=folder, teacher=teacher, teacher_gradient=side, learning_rate=RATE, seed=seed,
                     max_turns=demo.GUESSES, max_new_tokens=2, per_device_train_batch_size=EPISODES, max_steps=UPDATES,
                     gradient_accumulation_steps=1, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
                     use_cpu=True, save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
@@ -99,7 +97,7 @@ def run(side: str, rate: float, seed: int) -> Run:
         if side == "GRPO":
             trainer.save_model(teacher)
     curve, cpu = successes(trainer), round(time.process_time() - begun, 1)
-    return {"side": side, "rate": rate, "seed": seed, "arrived": arrival(curve), "cpu": cpu, "curve": curve}
+    return {"side": side, "seed": seed, "arrived": arrival(curve), "cpu": cpu, "curve": curve}
 
 
 def saved() -> list[Run]:
@@ -107,42 +105,35 @@ def saved() -> list[Run]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def done(side: str, rate: float, seed: int) -> Run:
+def done(side: str, seed: int) -> Run:
     """Train unless that is done."""
-    wanted = {"side": side, "rate": rate, "seed": seed}
+    wanted = {"side": side, "seed": seed}
     result = next((one for one in saved() if wanted.items() <= one.items()), None)
     if result is None:
-        result = run(side, rate, seed)
+        result = run(side, seed)
         with RESULTS.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print({name: value for name, value in result.items() if name != "curve"}, result["curve"][-3:], flush=True)
     return result
 
 
-def _episodes(one: Run) -> int:
-    return EPISODES * (one["arrived"] or len(one["curve"]))
-
-
-def _cells(of: list[Run], extra: int) -> list[str]:
-    own = [_episodes(one) for one in of]
-    shown = f"{fmean(own):,.0f} ({min(own):,} to {max(own):,})"
-    arrived = sum(one["arrived"] is not None for one in of)
-    return [f"{arrived}/{len(of)}", shown, f"{fmean(own) + extra:,.0f}", f"{fmean(one['cpu'] for one in of):.0f}"]
-
-
 def table() -> str:
-    """Write the table: episodes of each side to the goal, with and without those of its teacher."""
+    """Write the table: episodes to the goal, with and without all of the teacher's own."""
     lines = [
-        "| trained with | rate | arrived | episodes to .9 | with the teacher's own | CPU seconds |",
-        "|---|---|---|---|---|---|",
+        "| trained with | arrived | episodes to .9 | with the teacher's own | CPU seconds |",
+        "|---|---|---|---|---|",
     ]
-    grpo = [done("GRPO", 3e-3, seed) for seed in (*SEEDS, TUNING)][:-1]
-    lines.append(f"| GRPO, the demo's 300 updates | 0.003 | {' | '.join(_cells(grpo, 0))} |")
-    for side in GRADIENTS:
-        tried = [done(side, rate, TUNING) for rate in RATES]
-        rate = min(tried, key=lambda one: (one["arrived"] is None, _episodes(one)))["rate"]
-        cells = _cells([done(side, rate, seed) for seed in SEEDS], EPISODES * UPDATES)
-        lines.append(f"| `{side}` | {rate:g} | {' | '.join(cells)} |")
+    grpo = done("GRPO", 0)
+    students: dict[str, list[Run]] = {side: [] for side in GRADIENTS}
+    for seed in SEEDS:
+        for side, of in students.items():
+            of.append(done(side, seed))
+    for side, of in {"GRPO, the teacher": [grpo], **{f"`{side}`": of for side, of in students.items()}}.items():
+        episodes = [EPISODES * (one["arrived"] or len(one["curve"])) for one in of]
+        shown = f"{fmean(episodes):,.0f}" + (f" ({min(episodes):,} to {max(episodes):,})" if len(of) > 1 else "")
+        both = "" if of == [grpo] else f"{fmean(episodes) + EPISODES * len(grpo['curve']):,.0f}"
+        arrived, cpu = sum(one["arrived"] is not None for one in of), fmean(one["cpu"] for one in of)
+        lines.append(f"| {side} | {arrived}/{len(of)} | {shown} | {both} | {cpu:.0f} |")
     return "\n".join(lines)
 
 
