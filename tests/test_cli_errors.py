@@ -64,6 +64,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no command of that name": (["gpro"], r"no command 'gpro'; did you mean .*grpo"),
     "no model": (["grpo"], r"--model_name_or_path is missing: the Hub id or folder"),
     "no environment": (["reinforce", *MODEL], r"--environment is missing"),
+    "no teacher": (["distillation", *MODEL, *GUESS], r"--teacher is missing: distillation trains on a teacher alone"),
     "no LoRA for ppo": (["ppo", *MODEL, *GUESS], r"--use_peft is missing.*Add --use_peft"),
     "environment misspelt": (["grpo", *MODEL, "--environment", "agile:guess_nmber"], r"'agile:guess_nmber'.*agile:guess_number.*agile-trainers envs"),
     "prefix misspelt": (["grpo", *MODEL, "--environment", "agil:guess_number"], r"'agil:guess_number'.*agile:guess_number"),
