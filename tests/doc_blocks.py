@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,44 @@ SNIPPET = blocks(PAGES[0])[0].text
 
 def of(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
+
+
+EXCHANGED = (
+    (r"Qwen/Qwen2\.5-[\d.]+B-Instruct", "model"),
+    (r'load_rows\("openai/gsm8k", "main"\)', "load_rows(GSM8K)"),
+    (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
+    (r'(?<="runs/counter", )(?=max_steps=)', "num_eval_episodes=2, "),
+    (r"max_steps=(200|256)\b", "max_steps=1"),
+    (r"max_new_tokens=\d+", "max_new_tokens=2"),
+    (r"batches_ahead=1", "batches_ahead=1, max_new_tokens=2"),
+    (r"max_steps=120", "max_steps=1"),
+    (r"members=8", "members=2"),
+    (r"rounds=4", "rounds=1"),
+    (r"num_eval_episodes=256", "num_eval_episodes=2"),
+    (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
+    (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
+    (r"(\w+)\(1[02]00\)", r"\1(20)"),
+    (r"\b600\b", "20"),
+    (r"checkpoint-40", "checkpoint-1"),
+    (r'"runs/demo"', '"runs/guess"'),
+    (r"(?=output_dir=)", 'use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, '),
+)
+"""Patterns in Python blocks, and what takes their place: the model, the Hub's data, lengths, the device."""
+
+NOT_RUN = {
+    r"trainer\.push_to_hub\(\)": "pushes to the Hub; tests/trainers/test_hub.py pushes to a server of its own",
+    r"vllm serve .*": "needs vLLM; tests/on_vllm/test_vllm_server.py starts it with these options",
+    r"with VllmSampler\(.*\n.*": "needs vLLM; tests/on_vllm/test_vllm_eval.py runs it",
+    r"pip install .*": "installs; that the extras exist is checked here",
+    r"make .*": "that the target exists is checked here",
+}
+
+
+def exchanged(text: str) -> str:
+    for pattern in NOT_RUN:
+        text = re.sub(rf"^{pattern}$", "", text, flags=re.M)
+    if "gradient_accumulation_steps" not in text:  # an update is of one group, not of eight
+        text = text.replace("output_dir=", "gradient_accumulation_steps=1, output_dir=")
+    for pattern, instead in EXCHANGED:
+        text = re.sub(pattern, instead, text)
+    return text

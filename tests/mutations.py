@@ -1453,6 +1453,44 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
+        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv_sessions.py",
+        "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
+        "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
+        "an OpenEnv session gets no seed", "envs/libraries/openenv_sessions.py",
+        "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
+    ),
+    Mutation(
+        "an episode that nothing rewards counts as 0", "step/play.py",
+        "batch.failed |= rewards[own].isnan().all(dim=1)", "batch.failed |= rewards[own].isinf().all(dim=1)",
+        "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "TRL's get_reward without a reward counts as 0", "envs/libraries/trl_tools.py",
+        "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
+    ),
+    Mutation(
+        "an interchanged answer has the ids of another", "records/atif.py",
+        'episode[name][turn["start"] : turn["end"]]', 'episode[name][turn["start"] - 1 : turn["end"] - 1]',
+        "tests/viewer/test_atif.py",
+    ),
+    Mutation(
+        "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
+        "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "a limit that a harness meets loses the episode", "envs/libraries/verifiers.py",
+        "if not refused_by_limit(error.message)", "if refused_by_limit(error.message)",
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
+        "the rewards of several traces of verifiers add up", "envs/libraries/verifiers.py",
+        '"reward": fmean(trace.reward for trace in traces)', '"reward": sum(trace.reward for trace in traces)',
+        "tests/envs/test_verifiers.py",
+    ),
+    Mutation(
         "old results of TRL's tools stay", "envs/libraries/trl_tools.py",
         "self.context = dropping_results(keep_results)", "self.context_ = dropping_results(keep_results)",
         "tests/envs/test_trl_tools.py",
@@ -2764,8 +2802,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the update trains on the groups that were replaced", "step/play.py",
-        "played.batch = self._collator.batch(played.trajectories, added)",
-        "self._collator.batch(played.trajectories, added)",
+        "played.batch = self._batch(played.trajectories, played.rewards)",
+        "self._batch(played.trajectories, played.rewards)",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(

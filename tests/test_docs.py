@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_blocks import BLOCKS, PAGES, ROOT, SNIPPET, Block, of
+from doc_blocks import BLOCKS, EXCHANGED, NOT_RUN, PAGES, ROOT, SNIPPET, Block, exchanged, of
 from installed import skip_without_libraries
 
 TUTORIAL = "docs/tutorial/"
 """Pages that tests/test_tutorial.py runs, but for commands that ask a person or run for minutes."""
+ELSEWHERE = (TUTORIAL, "docs/verifiers.md")
+"""Those, and a page whose programs need uv, which tests/on_agents/test_agents_verifiers.py runs."""
 LANGUAGES = ("python", "py", "sh", "yaml", "text")
 """``py`` is another library's code, which is read and not run."""
 
@@ -31,37 +33,6 @@ GSM8K = [
     for n in range(40)
 ]
 """Rows as openai/gsm8k has them."""
-
-EXCHANGED = (
-    (r"Qwen/Qwen2\.5-[\d.]+B-Instruct", "model"),
-    (r'load_rows\("openai/gsm8k", "main"\)', "load_rows(GSM8K)"),
-    (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
-    (r'(?<="runs/counter", )(?=max_steps=)', "num_eval_episodes=2, "),
-    (r"max_steps=(200|256)\b", "max_steps=1"),
-    (r"max_new_tokens=\d+", "max_new_tokens=2"),
-    (r"batches_ahead=1", "batches_ahead=1, max_new_tokens=2"),
-    (r"max_steps=120", "max_steps=1"),
-    (r"members=8", "members=2"),
-    (r"rounds=4", "rounds=1"),
-    (r"num_eval_episodes=256", "num_eval_episodes=2"),
-    (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
-    (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
-    (r"(\w+)\(1[02]00\)", r"\1(20)"),
-    (r"\b600\b", "20"),
-    (r"checkpoint-40", "checkpoint-1"),
-    (r'"runs/demo"', '"runs/guess"'),
-    (r"(?=output_dir=)", 'use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, '),
-)
-"""Patterns in Python blocks, and what takes their place: the model, the Hub's data, lengths, the device."""
-
-NOT_RUN = {
-    r"trainer\.push_to_hub\(\)": "pushes to the Hub; tests/trainers/test_hub.py pushes to a server of its own",
-    r"vllm serve .*": "needs vLLM; tests/on_vllm/test_vllm_server.py starts it with these options",
-    r"with VllmSampler\(.*\n.*": "needs vLLM; tests/on_vllm/test_vllm_eval.py runs it",
-    r"pip install .*": "installs; that the extras exist is checked here",
-    r"make .*": "that the target exists is checked here",
-}
-
 
 PRELUDES = {
     "docs/chaining.md": """
@@ -87,16 +58,6 @@ get_peft_model(AutoModelForCausalLM.from_pretrained("model"), expert).save_pretr
 
 ISOLATED_PROGRAM = "docs/agents.md"
 """A page with a program that only bubblewrap isolates; without it, the page is run as its text says."""
-
-
-def exchanged(text: str) -> str:
-    for pattern in NOT_RUN:
-        text = re.sub(rf"^{pattern}$", "", text, flags=re.M)
-    if "gradient_accumulation_steps" not in text:  # an update is of one group, not of eight
-        text = text.replace("output_dir=", "gradient_accumulation_steps=1, output_dir=")
-    for pattern, instead in EXCHANGED:
-        text = re.sub(pattern, instead, text)
-    return text
 
 
 @pytest.fixture
@@ -251,10 +212,6 @@ def sums(namespace: dict[str, Any]) -> list[float]:
     return [answers_to(environment, row["answer"]) for row in namespace["train"]]
 
 
-def twelve_numbers(namespace: dict[str, Any]) -> list[float]:
-    return [answers_to(namespace["trainer"].environment(), str(number)) for number in range(1, 13)]
-
-
 def two_and_two(namespace: dict[str, Any]) -> list[float]:
     return [answers_to(namespace["trainer"].environment(), answer) for answer in ("5", "It is 4.")]
 
@@ -282,7 +239,6 @@ EARNED = {
     "docs/teacher.md": [GUESS, GUESS, GUESS],
     "docs/reasoning.md": [ideal_answers],
     "docs/trl.md": [tool_calls, products],
-    "docs/verifiers.md": [twelve_numbers],
     "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],
     "docs/agilerl_scripts.md": [sums, two_and_two],
@@ -291,7 +247,7 @@ EARNED = {
 """For each block that makes a trainer, returns of some episodes: the best must earn something, and more than the worst."""
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in of("python") if not block.page.startswith(TUTORIAL)}))
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python") if not block.page.startswith(ELSEWHERE)}))
 def test_python_blocks_run_in_order(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prelude = exchanged(PRELUDES.get(page, ""))
     skip_without_libraries(prelude + "".join(exchanged(block.text) for block in of("python") if block.page == page))

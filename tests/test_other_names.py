@@ -193,6 +193,6 @@ def test_options_of_a_critic_are_those_of_ppo() -> None:
     assert ppo - grpo == set(OF_CRITIC)
 
 
-def test_a_factory_of_trl_alone_is_answered_where_an_environment_is_needed() -> None:
-    with pytest.raises(ValueError, match=r"environment=trl_environment\(\.\.\.\) with the same factory"):
+def test_a_factory_of_trl_is_an_environment() -> None:
+    with pytest.raises(ValueError, match=r"trl:dict must define reset\(\*\*row\)"):
         MultiTurnPPOTrainer("model", args=MultiTurnPPOConfig(use_cpu=True, bf16=False), environment_factory=dict)

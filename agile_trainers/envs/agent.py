@@ -29,6 +29,9 @@ from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import NONE, in_namespaces, require_programs
 
+MAX_TURNS, CONTEXT_FULL = "max_turns_reached", "context_length_exceeded"
+"""Codes of refusals that a limit of the run causes."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -78,6 +81,11 @@ class Task:
     """The dataset row; None in a run without rows."""
     seed: int
     """The environment's seed; the members of a group share it."""
+
+
+def refused_by_limit(text: str) -> bool:
+    """Return whether an error's text is that of a request which a limit of the run refused."""
+    return MAX_TURNS in text or CONTEXT_FULL in text
 
 
 def check_call(called: str, function: Any, names: Sequence[str], arguments: Mapping[str, Any] | None = None) -> None:

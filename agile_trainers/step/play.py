@@ -185,8 +185,16 @@ class GroupRollouts:
     def _rewarded(self, trajectories: list[Trajectory], rows: list[Row]) -> PlayedGroups:
         own = own_rows(self._accelerator, len(trajectories))
         rewards = self._rewards.of(rows, trajectories)
+        return PlayedGroups(
+            trajectories, rows, list(range(own.start, own.stop)), rewards, self._batch(trajectories, rewards)
+        )
+
+    def _batch(self, trajectories: list[Trajectory], rewards: torch.Tensor) -> TurnBatch:
+        """Collate this process's episodes; one that nothing rewards is left out of every statistic, as in TRL."""
+        own = own_rows(self._accelerator, len(trajectories))
         batch = self._collator.batch(trajectories, self._rewards.added(rewards)[own])
-        return PlayedGroups(trajectories, rows, list(range(own.start, own.stop)), rewards, batch)
+        batch.failed |= rewards[own].isnan().all(dim=1).to(batch.failed.device)
+        return batch
 
     def _resample(self, played: PlayedGroups, inputs: list[Row], generation: int) -> None:
         """Replace zero-advantage groups in place, until there are none or the limit is reached."""
@@ -249,8 +257,7 @@ class GroupRollouts:
             for name in known.keys() | columns.keys():
                 values = columns.get(name)
                 known.setdefault(name, [None] * size)[slot] = None if values is None else values[number]
-        added = self._rewards.added(played.rewards)[own_rows(self._accelerator, size)]
-        played.batch = self._collator.batch(played.trajectories, added)
+        played.batch = self._batch(played.trajectories, played.rewards)
         # The whole batch, since a rule may compare groups (scale_rewards="batch" divides by one spread), and since the last
         # judgement is the credit of the update. It takes milliseconds, beside playing.
         played.judged = self._credit.judge(played.batch)

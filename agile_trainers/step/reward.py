@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import logging
 from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
-from agile_trainers.envs.libraries.trl_tools import TRLEnvironment
+from agile_trainers.envs.libraries.trl_tools import REWARDED, TRLEnvironment
 from agile_trainers.imports import exits_reported
 from agile_trainers.types import StopReason, Trajectory
 
@@ -72,8 +72,10 @@ def add_return_reward(
     for function in called:
         _check_arguments(function, columns, apart)
 
-    def environment(trajectories: list[Trajectory], **_: Any) -> list[float]:
-        return [trajectory.episode_return for trajectory in trajectories]
+    def environment(trajectories: list[Trajectory], **_: Any) -> list[float | None]:
+        return [
+            it.episode_return if not it.turns or it.turns[-1].info.get(REWARDED, True) else None for it in trajectories
+        ]
 
     functions = [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)]
     return functions, [None, *classes], None if weights is None else [1.0, *weights]
@@ -325,7 +327,7 @@ class Rewards:
 
     def _look(self, rewarded: Sequence[bool]) -> None:
         for place, gave in enumerate(rewarded):
-            if gave:
+            if gave or (place == 0 and len(rewarded) > 1):  # an environment may leave all rewards to functions
                 self._silent[place] = -1
             elif self._silent[place] >= 0:
                 self._silent[place] += 1

@@ -45,7 +45,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
 _INSTEAD = {
     "tools": "the environment answers the model; environment=trl_environment(tools=[...]) plays tools",
     "rollout_func": "the environment makes the rollout",
-    "environment_factory": "pass environments of TRL's kind, or of ours, not both",
+    "environment_factory": "both name what is played",
 }
 """Arguments of TRL's that an environment replaces, and why."""
 

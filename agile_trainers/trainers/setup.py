@@ -133,10 +133,7 @@ def without_environment(kind: type[Any], args: Any, environment_factory: Any) ->
         ValueError: If the algorithm trains on episodes only, or brings a loss of its own.
     """
     if kind.needs_environment:
-        theirs = "trl_environment(...) with the same factory" if environment_factory is not None else "..."
-        raise ValueError(
-            f"{kind.__name__} needs an environment: `environment={theirs}`, --environment on the command line."
-        )
+        raise ValueError(f"{kind.__name__} needs an environment: `environment=...`, --environment on the command line.")
     if kind.loss is not None:
         raise ValueError(
             f"{kind.__name__} brings a loss of its own, which has no effect without an environment: the trainer is TRL's "
@@ -144,8 +141,8 @@ def without_environment(kind: type[Any], args: Any, environment_factory: Any) ->
         )
     if environment_factory is not None:
         logger.warning(
-            "environment_factory makes this TRL's own trainer: no credit per turn, no records of episodes. "
-            "environment=trl_environment(...) plays the same factory with both."
+            "environment_factory with TRL's own configuration makes this TRL's own trainer: no credit per turn, no records "
+            f"of episodes. args={kind.config_class.__name__}(...) plays the same factory with both."
         )
     # TRL's own configuration will do for TRL's own trainer.
     return args.without_environment() if isinstance(args, MultiTurnConfig) else args

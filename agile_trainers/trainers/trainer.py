@@ -41,6 +41,7 @@ from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.libraries.trl_tools import from_environment_factory
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
@@ -101,6 +102,7 @@ class MultiTurnTrainer(_Trainer):
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
             rows, or equally often. None: this is TRL's ``GRPOTrainer``.
+        environment_factory: TRL's name of the same argument, with objects whose methods are tools; needs ``args`` of ours.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
             episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1. Beside
             TRL's arguments they get ``trajectories`` and, where every episode has an instance of its own in this process,
@@ -184,6 +186,9 @@ class MultiTurnTrainer(_Trainer):
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)
+        if environment is None and environment_factory is not None and isinstance(args, MultiTurnConfig):
+            environment = from_environment_factory(environment_factory, tools)
+            environment_factory = tools = None
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "environment")}
         self.environment = environment
         setup: construction.RunSetup | None = None

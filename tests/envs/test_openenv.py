@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,8 +13,8 @@ import pytest
 
 pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'agile-trainers[dev]'")
 
-import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv_server import bound, serve
 from tenacity import AsyncRetrying
 
 from agile_trainers.envs import check_environment, make_environment_factory
@@ -87,32 +85,6 @@ class BoardServer(Environment[Move, Board, State]):
     @property
     def state(self) -> State:
         return State()
-
-
-def bound(port: int = 0) -> socket.socket:
-    """A socket that holds a port; connections are refused until it, or another one of the port, listens."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind(("127.0.0.1", port))
-    return made
-
-
-@contextmanager
-def serve(app: Any, port: int = 0) -> Iterator[str]:
-    """A server in a thread; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws_ping_interval=None))
-    holder = bound(port)
-    thread = threading.Thread(target=server.run, args=([holder],), daemon=True)
-    port = holder.getsockname()[1]
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-        assert thread.is_alive(), "the server did not start"
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
 
 
 @pytest.fixture(scope="module")

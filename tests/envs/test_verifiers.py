@@ -13,8 +13,15 @@ if (
 ):  # its import takes seconds, which only who runs these tests shall wait for
     pytest.skip("verifiers is not installed: pip install 'agile-trainers[verifiers]'", allow_module_level=True)
 
+import cloudpickle
+
 from agile_trainers.envs import check_environment, make_environment_factory
+from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.libraries.verifiers import VerifiersEnvironment
+from agile_trainers.evaluation.scripted_policies import play_agent
+from agile_trainers.rollout.agents.requests import Refusal
+
+SEAT = {"harness": {"id": "asking_harness"}, "runtime": {"type": "subprocess"}}
 
 
 def step(environment: Any, answer: str) -> Any:
@@ -44,6 +51,77 @@ def test_rows_and_seeds() -> None:
         environment.reset(seed=0, options={"row": 4})
     with pytest.raises(ValueError, match="colour"):
         environment.reset(seed=0, options={"colour": 1})
+
+
+def by_its_harness(**env: Any) -> Any:
+    return make_environment_factory("verifiers:reverse_taskset", env=env)
+
+
+@pytest.mark.parametrize("answer", [" retaw\n", "water", "no"])
+def test_a_harness_is_scored_as_an_answer_is(answer: str) -> None:
+    (episode,) = play_agent(cloudpickle.loads(cloudpickle.dumps(by_its_harness(agent=SEAT))), lambda *_: answer, [4])
+    assert [(one["role"], one["content"]) for one in episode.calls[0]["messages"]] == [
+        ("system", "Only the word."),
+        ("user", "Reverse water."),
+        ("assistant", answer),
+    ]
+    environment: Any = make_environment_factory("verifiers:reverse_taskset")()
+    environment.reset(seed=4)
+    _, reward, _, _, info = step(environment, answer)
+    assert (episode.reward, episode.info) == (reward, info)
+
+
+def test_several_traces_have_their_mean() -> None:
+    answers = iter(["retaw", "water", "no", "no"])
+    (episode,) = play_agent(by_its_harness(id="best-of-n", n=4, agent=SEAT), lambda *_: next(answers), [1])
+    assert episode.reward == (1.5 + 0.5) / 4 and episode.info["rewards"] == {"exact": 0.25, "length": 0.5}
+    assert episode.info["metrics"]["best"] == 0.25 and not episode.success
+
+
+def test_a_seat_that_is_not_trained_has_another_model() -> None:
+    with pytest.raises(RuntimeError, match=r"seat 'user' is not trained.*'user': \{'model': 'policy-frozen'\}"):
+        play_agent(by_its_harness(id="user-sim", user=SEAT, assistant=SEAT), lambda *_: "hello", [1])
+    user = SEAT | {"model": "policy-frozen", "max_turns": 2}
+    (episode,) = play_agent(by_its_harness(id="user-sim", user=user, assistant=SEAT), lambda *_: "retaw", [1])
+    assert episode.reward == 1.5 and episode.info["metrics"]["user_turns"] == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "kept"), [("max_turns_reached", True), ("context_length_exceeded", True), ("no", False)]
+)
+def test_what_a_limit_refuses_leaves_the_reward_so_far(code: str, kept: bool) -> None:
+    def refused(*_: Any) -> str:
+        raise Refusal(code)
+
+    if kept:
+        (episode,) = play_agent(by_its_harness(agent=SEAT), refused, [1])
+        assert episode.reward == 0.0 and not episode.success
+        return
+    with pytest.raises(RuntimeError, match=r"verifiers:reverse_taskset: ProviderError: .*no"):
+        play_agent(by_its_harness(agent=SEAT), refused, [1])
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"agnet": SEAT}, r"env of verifiers:reverse_taskset.*agnet.*agent"),
+        ({"agent": {"harness": {"id": "null"}}}, r"'agent'.*no runtime.*rents a sandbox.*'subprocess'"),
+        ({"agent": SEAT | {"max_turn": 3}}, r"agent.max_turn"),
+    ],
+)
+def test_seats_that_make_no_sense_are_refused(env: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        by_its_harness(**env)
+
+
+def test_rows_choose_a_harness_task() -> None:
+    agent = agent_of(by_its_harness(agent=SEAT))
+    assert agent is not None
+    (episode,) = play_agent(agent, lambda *_: "retaw", [0], row={"row": 1})
+    assert episode.reward == 1.5
+    agent.check_row({"row": 2})
+    with pytest.raises(ValueError, match=r"row 3.*0 to 2"):
+        agent.check_row({"row": 3})
 
 
 def test_instances_share_the_tasks_and_not_the_episode() -> None:

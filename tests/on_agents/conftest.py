@@ -15,7 +15,7 @@ os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / name) for name in ("rollout/agents", "trainers")]
+sys.path += [str(HERE.parent / name) for name in ("rollout/agents", "trainers", "envs", "viewer")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from games import settings
+from games import draw_batch, settings
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen2_5_chat_template
 
-from agile_trainers.envs.libraries.trl_tools import trl_environment
+from agile_trainers.envs import make_environment_factory
+from agile_trainers.envs.libraries.trl_tools import TRLEnvironment, from_environment_factory, trl_environment
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -185,3 +186,99 @@ def test_tools_without_an_object() -> None:
 def test_tools_beside_an_environment_are_pointed_to_it(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`tools` cannot be used.*trl_environment\(tools=\[\.\.\.\]\)"):
         ours(model, tmp_path, tools=[multiply])
+
+
+class Quiet:
+    """An object of TRL's ``environment_factory`` without a reward of its own."""
+
+    def reset(self, **row: Any) -> str:
+        return " Look around."
+
+    def look(self) -> str:
+        """Look around."""
+        return "A wall."
+
+
+class Half(Quiet):
+    def get_reward(self) -> float | None:
+        return 0.5
+
+
+class Undecided(Quiet):
+    def get_reward(self) -> float | None:
+        return None
+
+
+FIRST = [1.0, None, 0.5, None, 2.0, None, None, 1.0]
+SECOND = [None, None, 0.25, 3.0, None, None, -1.0, None]
+
+
+def first(completions: Any, **_: Any) -> list[float | None]:
+    return FIRST[: len(completions)]
+
+
+def second(completions: Any, **_: Any) -> list[float | None]:
+    return SECOND[: len(completions)]
+
+
+def with_factory(model: Path, folder: Path, factory: Any, **changes: Any) -> MultiTurnGRPOTrainer:
+    options = settings(folder, max_new_tokens=4, num_generations=4, generation_batch_size=8, **changes)
+    return MultiTurnGRPOTrainer(
+        model=str(model), environment_factory=factory, reward_funcs=[first, second], train_dataset=ROWS,
+        args=MultiTurnGRPOConfig(**options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("factory", [Quiet, Half, Undecided])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_reward_of_none_counts_as_in_trl(model: Path, tmp_path: Path, factory: Any, scale: str) -> None:
+    """An episode that nothing rewards is in no mean and no deviation, and has no advantage."""
+    theirs: dict[str, Any] = {}
+
+    class Watched(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            theirs.update(super()._generate_and_score_completions(inputs))
+            return theirs
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "trl"), bf16=False, use_cpu=True, per_device_train_batch_size=8, num_generations=4,
+        max_steps=1, report_to="none", max_completion_length=4, save_strategy="no", disable_tqdm=True,
+        gradient_checkpointing=False, scale_rewards=scale,
+    )  # fmt: skip
+    Watched(
+        model=str(model), environment_factory=factory, reward_funcs=[first, second], train_dataset=ROWS, args=args
+    ).train()
+    expected = theirs["advantages"].tolist()
+    assert (expected[1] == 0.0) == (factory is not Half) and expected[0] and expected[6]
+    trainer = with_factory(model, tmp_path, factory, advantage_granularity="trajectory", scale_rewards=scale)
+    batch = draw_batch(trainer)
+    found = [
+        [value for value, acts in zip(*row) if acts]
+        for row in zip(batch["advantages"].tolist(), batch["turn_ids"].ge(0).tolist())
+    ]
+    assert [row[0] for row in found] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert all(value == row[0] for row in found for value in row)
+
+
+def test_trls_argument_is_the_environment(model: Path, tmp_path: Path) -> None:
+    kinds = {
+        "of TRL": (Quiet, TRLEnvironment), "ours": (Deaf, Deaf),
+        "by name": ({"a": Half, "b": Quiet}, None),
+    }  # fmt: skip
+    for name, (given, kind) in kinds.items():
+        made = from_environment_factory(given)
+        if kind is None:
+            assert [type(one()) for one in made.values()] == [TRLEnvironment] * 2
+            assert [type(one().object) for one in made.values()] == [Half, Quiet]
+        else:
+            assert type(make_environment_factory(made)()) is kind, name
+    assert from_environment_factory("agile:probe/constant") == "agile:probe/constant"
+    trainer = with_factory(model, tmp_path, Deaf)
+    assert trainer.environment is Deaf and trainer.rollout()[0].prompt[0]["content"] == "Hello."
+    with pytest.raises(ValueError, match="`environment_factory` cannot be used together with `environment`"):
+        ours(model, tmp_path, environment_factory=Quiet)
+    with pytest.raises(ValueError, match=r"`tools` are added to objects of TRL's"):
+        from_environment_factory(Deaf, [multiply])
+    assert sorted(trl_environment(Quiet, tools=[multiply])().tools) == sorted(
+        from_environment_factory(Quiet, [multiply])().tools
+    )

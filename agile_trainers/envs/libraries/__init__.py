@@ -86,11 +86,15 @@ LIBRARIES = {
     "gymnasium": Library(
         "gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0", ("gymnasium",)
     ),
-    "openenv": Library("openenv", "any OpenEnv server, openenv:<url>", ("websockets", "httpx")),
+    "openenv": Library(
+        "openenv",
+        "any OpenEnv server, openenv:<url>, and sessions, openenv:my_module:Sessions",
+        ("websockets", "httpx"),
+    ),
     "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment", ("trl",)),
     "verifiers": Library(
         "verifiers",
-        "task sets of one answer, verifiers:<task set>",
+        "task sets, and environments with their harnesses, verifiers:<task set>",
         ("verifiers", "verifiers.v1"),
         install="pip install 'agile-trainers[verifiers]'",
     ),

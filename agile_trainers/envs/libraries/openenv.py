@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from agile_trainers.envs.agent import Agent
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.envs.libraries import LIBRARIES
 
@@ -38,12 +39,21 @@ class OpenEnvUnavailableError(ConnectionError):
     """Raised when the server cannot be reached or has no free session."""
 
 
-def make_factory(url: str, **kwargs: Any) -> EnvironmentFactory:
+def make_factory(url: str, /, **kwargs: Any) -> EnvironmentFactory | Agent:
     """Make a factory and read the server's schema, so that a wrong address or argument is rejected at once.
 
+    Args:
+        url: Address of a server; or ``module:Name``, which makes sessions.
+        kwargs: Arguments of the classes below.
+
     Raises:
-        Exception: See :class:`OpenEnvEnvironment`.
+        Exception: See :class:`OpenEnvEnvironment` and
+            :class:`~agile_trainers.envs.libraries.openenv_sessions.OpenEnvSessions`.
     """
+    if ":" in url and "://" not in url and not url.rpartition(":")[2].isdigit():
+        from agile_trainers.envs.libraries.openenv_sessions import OpenEnvSessions
+
+        return Agent(OpenEnvSessions(url, **kwargs))
     return functools.partial(copy.copy, OpenEnvEnvironment(url, **kwargs))
 
 

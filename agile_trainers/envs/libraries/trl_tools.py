@@ -6,9 +6,10 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.envs.tools.toolbox import (
     CallFormat,
@@ -24,6 +25,8 @@ from agile_trainers.envs.tools.toolbox import (
 from agile_trainers.imports import load_named
 from agile_trainers.types import Message
 
+REWARDED = "rewarded"
+"""Name in the info of a last step; False if nothing of the environment rewards the episode."""
 _OWN_METHODS = ("reset", "get_reward")
 _CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
@@ -65,14 +68,42 @@ def trl_environment(factory: Callable[[], Any] | None = None, **kwargs: Any) -> 
     return functools.partial(kind, factory, **kwargs)
 
 
+def from_environment_factory(given: Any, tools: Sequence[Callable[..., Any]] | None = None) -> Any:
+    """Return what ``environment=`` takes for TRL's argument ``environment_factory``.
+
+    Args:
+        given: A factory of objects whose methods are tools, or several by name, as in TRL; or already an environment: an id,
+            an agent, or a factory of what has ``step`` and a ``reset`` that takes ``options``.
+        tools: TRL's argument of that name; tools of every object.
+
+    Raises:
+        ValueError: See :class:`TRLEnvironment`.
+    """
+    if isinstance(given, Mapping):
+        return {name: from_environment_factory(one, tools) for name, one in given.items()}
+    if isinstance(given, str) or is_agent(given) or not callable(given):
+        return given
+    made = given()
+    reset = getattr(made, "reset", None)
+    ours = hasattr(made, "step") and callable(reset) and "options" in inspect.signature(reset).parameters
+    if not ours:
+        return trl_environment(given, tools=tools or ())
+    if tools:
+        raise ValueError(
+            "`tools` are added to objects of TRL's environment_factory, and this one makes an environment."
+        )
+    return given
+
+
 class TRLEnvironment:
     """Plays an object of TRL's ``environment_factory`` as an environment.
 
     As in TRL, its public methods are the tools. The result of ``reset(**row)`` is appended to the last message of the
     row's ``prompt`` (or is the prompt). The first answer without a tool call, or a limit of the trainer, ends the episode,
     which is then rewarded: by the object's ``get_reward()`` and by ``reward_funcs``, which get the object as
-    ``environments``, and the conversation in TRL's form (``tool_calls``; results by ``name``). Rewards add up. Without
-    either, all rewards are those of the trainer's own ``reward_funcs``.
+    ``environments``, and the conversation in TRL's form (``tool_calls``; results by ``name``). Rewards add up, without those
+    that are None. Without either, all rewards are those of the trainer's own ``reward_funcs``. An episode whose rewards are
+    all None has ``info["rewarded"]`` False, and is left out of the update if no other function rewards it.
 
     Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
@@ -144,6 +175,7 @@ class TRLEnvironment:
         self.prompt = _prompt(self.row.get("prompt"), said, self.name)
         self.completion: list[Message] = []
         self.calls = self.failed_calls = 0
+        self.rewarded = bool(self.reward_funcs) or hasattr(self.object, "get_reward")
         if not self._announcement:
             return list(self.prompt), {}
         first = self.prompt[0]
@@ -192,16 +224,21 @@ class TRLEnvironment:
         return [self.object.get_reward, *functions] if hasattr(self.object, "get_reward") else functions
 
     def _over(self, values: list[Any]) -> StepResult:
-        return "", self._total(values), True, False, self._info()
+        total = self._total(values)
+        return "", total, True, False, self._info()
 
     def _total(self, values: list[Any]) -> float:
         """Add up what :meth:`_rewards` gave."""
         own = [values.pop(0)] if hasattr(self.object, "get_reward") else []
-        rewards = [*own, *(weight * (value[0] or 0.0) for weight, value in zip(self.reward_weights, values))]
-        return math.fsum(0.0 if value is None else float(value) for value in rewards)
+        weighted = [*((1.0, value) for value in own), *zip(self.reward_weights, (value[0] for value in values))]
+        given = [weight * float(value) for weight, value in weighted if value is not None]
+        self.rewarded = bool(given)
+        return math.fsum(given)
 
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
+        if not self.rewarded:
+            info[REWARDED] = False
         if isinstance(success := getattr(self.object, "success", None), bool):
             info["success"] = success
         return info

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers.utils import logging
 
-from agile_trainers.envs.agent import Agent
+from agile_trainers.envs.agent import CONTEXT_FULL, MAX_TURNS, Agent
 from agile_trainers.envs.checker import (
     LARGEST_REWARD,
     EnvironmentProtocolError,
@@ -48,8 +48,6 @@ from agile_trainers.types import Message, StopReason, Trajectory, common_prefix
 
 logger = logging.get_logger(__name__)
 
-MAX_TURNS, CONTEXT_FULL = "max_turns_reached", "context_length_exceeded"
-"""Codes of refusals that a limit of the run causes."""
 _LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
 _SHOWN = 40
 """Characters around a difference that a record shows."""
