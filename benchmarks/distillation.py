@@ -5,7 +5,8 @@ is the adapter after the demo's 300 updates by GRPO. A student is a fresh adapte
 demo's learning rate and with its 96 episodes in an update, until three rollouts in a row have a mean success of .9; seeds
 differ in the student's weights, its episodes and its sampling.
 
-Each finished training is a line of ``results/distillation.jsonl`` and is not repeated. The table is in ``docs/teacher.md``.
+Each finished training is a line of ``results/distillation.jsonl`` and is not repeated. The table is in ``docs/teacher.md``;
+``--report`` writes it from what is done.
 """
 
 from __future__ import annotations
@@ -118,17 +119,14 @@ def done(side: str, seed: int) -> Run:
 
 
 def table() -> str:
-    """Write the table: episodes to the goal, with and without all of the teacher's own."""
+    """Write the table of what is done: episodes to the goal, with and without all of the teacher's own."""
     lines = [
         "| trained with | arrived | episodes to .9 | with the teacher's own | CPU seconds |",
         "|---|---|---|---|---|",
     ]
-    grpo = done("GRPO", 0)
-    students: dict[str, list[Run]] = {side: [] for side in GRADIENTS}
-    for seed in SEEDS:
-        for side, of in students.items():
-            of.append(done(side, seed))
-    for side, of in {"GRPO, the teacher": [grpo], **{f"`{side}`": of for side, of in students.items()}}.items():
+    found = {side: [one for one in saved() if one["side"] == side] for side in ("GRPO", *GRADIENTS)}
+    (grpo,) = found.pop("GRPO")
+    for side, of in {"GRPO, the teacher": [grpo], **{f"`{side}`": of for side, of in found.items()}}.items():
         episodes = [EPISODES * (one["arrived"] or len(one["curve"])) for one in of]
         shown = f"{fmean(episodes):,.0f}" + (f" ({min(episodes):,} to {max(episodes):,})" if len(of) > 1 else "")
         both = "" if of == [grpo] else f"{fmean(episodes) + EPISODES * len(grpo['curve']):,.0f}"
@@ -141,6 +139,10 @@ def main() -> int:
     """Train what is not done yet, and write the table."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    done("GRPO", 0)
+    for seed in SEEDS if "--report" not in sys.argv else ():
+        for side in GRADIENTS:
+            done(side, seed)
     found = table()
     print(found)
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), {"distillation": found}), encoding="utf-8")
