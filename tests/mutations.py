@@ -77,6 +77,7 @@ DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 MISMATCH_RUNS = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
+DELIVERY = "tests/trainers/test_delivery.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
@@ -661,8 +662,50 @@ MUTATIONS = [
         "read=None, kept=answer.kept", "read=None", f"{TRUNCATED_RUNS} -k goes_on",
     ),
     Mutation(
+        "tokens that a shorter set does not have, counted as kept", "objectives/kept_sets.py",
+        "there = place < self.sizes[:, None] - 1", "there = place < self.sizes[:, None]", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "the logits of kept tokens without their scale", "packing/kept_head.py",
+        "logits = self._scaled(config, logits if", "logits = (logits if", f"{PACKED_FORWARD} -k few_kept",
+    ),
+    Mutation(
+        "episodes that the caller brought are taken for what the sampler plays", "trainers/trainer.py",
+        "if not given:", "if True:", "tests/trainers/test_on_a_pretended_gpu.py -k padded",
+    ),
+    Mutation(
         "a truncated policy without its temperature", "packing/kept_head.py",
         "logits / self.temperature", "logits", f"{TRUNCATED} -k kl_entropy",
+    ),
+    Mutation(
+        "a policy that arrived late is let through after the first batch", "sampling/mismatch.py",
+        "(played is not None or (is_first and conditions.exact))", "(is_first and conditions.exact)",
+        f"{DELIVERY} -k named_at_its_first_batch",
+    ),
+    Mutation(
+        "rounding taken for another policy", "sampling/delivery.py",
+        "self.near <= LESS * self.far and self._decrease > CERTAIN * self._error", "True", f"{DELIVERY} -k healthy",
+    ),
+    Mutation(
+        "the policy before the last move is the one that is trained", "sampling/delivery.py",
+        'weight.to("cpu", copy=True, non_blocking=True)', "weight", f"{DELIVERY} -k late",
+    ),
+    Mutation(
+        "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",
+        "with self._playing():\n                own", "if True:\n                own",
+        f"{DELIVERY} -k snapshot",
+    ),
+    Mutation(
+        "a sampler of one rank that plays another policy is judged by the first rank", "sampling/delivery.py",
+        "gathered[self._farthest]", "gathered[0]", "tests/trainers/test_mismatch_two_processes.py -k named",
+    ),
+    Mutation(
+        "an adapter's layers looked for on the wrong side", "sampling/delivery.py",
+        "int(found[1]) - by", "int(found[1]) + by", f"{DELIVERY} -k other",
+    ),
+    Mutation(
+        "parts of an adapter that have arrived named as missing", "sampling/delivery.py",
+        "share > 0.5 for share", "share < 0.5 for share", f"{DELIVERY} -k part",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
@@ -2255,7 +2298,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an older policy is scored with the current one", "adapters/copies.py",
-        "parameter.data = weights[name].to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
+        "parameter.data = weight.to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
     ),
     Mutation(
         "a snapshot changes with the policy", "adapters/copies.py",

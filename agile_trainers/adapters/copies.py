@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from peft import PeftModel
@@ -88,14 +88,18 @@ class Snapshots:
 
         Where a rollout holds other parameters of the policy's names, such as casts, these are replaced.
         """
-        held: list[tuple[nn.Parameter, torch.Tensor]] = []
-        weights = {} if version is None else self.weights[version]
-        for name, parameter in self._model().named_parameters() if weights else ():
-            if name in weights:
-                held.append((parameter, parameter.data))
-                parameter.data = weights[name].to(parameter)
-        try:
+        with nullcontext() if version is None else holding_weights(self._model(), self.weights[version]):
             yield
-        finally:
-            for parameter, own in held:
-                parameter.data = own
+
+
+@contextmanager
+def holding_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Make a model compute with other weights, given by its parameters' names, inside the block."""
+    held = [(own, own.data, weights[name]) for name, own in model.named_parameters() if name in weights]
+    try:
+        for parameter, _, weight in held:
+            parameter.data = weight.to(parameter)
+        yield
+    finally:
+        for parameter, own, _ in held:
+            parameter.data = own

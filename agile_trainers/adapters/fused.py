@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from agile_trainers.adapters.sharding import is_sharded
 
 
 class FusedLinear(Linear):
@@ -44,8 +45,7 @@ class FusedLinear(Linear):
         (name,) = active
         if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
             return None
-        weight = self.lora_B[name].weight
-        return None if isinstance(weight, DTensor) or hasattr(weight, "ds_id") else name
+        return None if is_sharded(self.lora_B[name].weight) else name
 
     def _computes_in(self, x: torch.Tensor, name: str) -> bool:
         return x.dtype == self.lora_B[name].weight.dtype or torch.is_autocast_enabled(x.device.type)
@@ -100,7 +100,7 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
         module
         for module in model.modules()
         if type(module) is nn.Linear
-        and not any(isinstance(value, DTensor) or hasattr(value, "ds_id") for value in module.parameters())
+        and not any(map(is_sharded, module.parameters()))
         and module.weight.is_floating_point()
         and module.weight.data_ptr() not in embeddings
     ]

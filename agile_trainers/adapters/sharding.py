@@ -24,6 +24,11 @@ def is_zero3(plugin: DeepSpeedPlugin | None) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
+def is_sharded(weight: torch.Tensor) -> bool:
+    """Return whether this process has a part of a weight only."""
+    return isinstance(weight, DTensor) or hasattr(weight, "ds_id")
+
+
 @contextmanager
 def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Gather these parameters inside the block, for reading and writing (ZeRO-3).

@@ -111,6 +111,19 @@ class KeptSets(NamedTuple):
         """Select sets."""
         return KeptSets(self.words, self.starts[places], self.sizes[places])
 
+    def ids(self, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (R, S) int64, the ids of the tokens that were kept, and (R, S) bool, where there are any.
+
+        None unless each set is stored as its ids, which are ``most`` at most.
+        """
+        if not len(self.sizes) or int(self.sizes.min()) < 2 or not 1 < int(self.sizes.max()) <= most + 1:
+            return None
+        if (self.words[self.starts] != _IDS).any():
+            return None
+        place = torch.arange(int(self.sizes.max()) - 1, device=self.words.device)
+        there = place < self.sizes[:, None] - 1
+        return self.words[torch.where(there, self.starts[:, None] + 1 + place, 0)].long(), there
+
     def mask(self, vocab: int) -> torch.Tensor:
         """Return (R, V) bool, True on tokens that were kept."""
         device, count = self.words.device, len(self.sizes)

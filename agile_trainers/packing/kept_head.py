@@ -9,15 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agile_trainers.adapters.critic import TaughtOutput
+from agile_trainers.adapters.sharding import is_sharded
 from agile_trainers.objectives.distillation import divergence
 from agile_trainers.objectives.kept_sets import KeptSets, truncated_log_probs
 
 LOGITS = 2**24
 """Logits of a piece, at most, but for those of a single token."""
+FEW = 1 / 128
+"""Part of the vocabulary up to which the logits of kept tokens alone are computed."""
 COPIES = 6
 """Copies of a piece's logits, in float32, that its backward pass needs."""
 
@@ -71,24 +75,49 @@ class KeptHead:
         device = head.weight.device
         hidden, tokens = hidden.to(device), tokens.to(device)
         kept = None if kept is None else KeptSets(*(part.to(device) for part in kept))
-        compute = partial(self._of_piece, model, teaching)
-        size = max(1, LOGITS // model.config.get_text_config().vocab_size)
-        found = []
+        config = model.config.get_text_config()
+        compute, size, listed = partial(self._of_piece, model, teaching), LOGITS // config.vocab_size, None
+        plain = type(head) is nn.Linear and not (head.weight.requires_grad or is_sharded(head.weight))
+        if kept is not None and teaching is None and plain:
+            listed = kept.ids(int(FEW * config.vocab_size))
+        if listed is not None:
+            compute = partial(self._of_kept, head, config)
+            size = LOGITS // (listed[0].size(1) * hidden.size(1))
+        size, found = max(1, size), []
         # Of no token there is one piece too, which keeps the outputs connected to the model.
         for start in range(0, max(len(tokens), 1), size):
             part = slice(start, start + size)
+            sets = None if kept is None else kept.at(part)
             theirs = None if teaching is None else teaching.hidden[part]
-            pieces = hidden[part], tokens[part], None if kept is None else kept.at(part), theirs
+            pieces = hidden[part], tokens[part], *([one[part] for one in listed] if listed else [sets, theirs])
             found.append(
                 checkpoint(compute, *pieces, use_reentrant=False, preserve_rng_state=False)
                 if torch.is_grad_enabled()
                 else compute(*pieces)
             )
-        log_probs, entropies, divergences = (torch.cat(parts)[None] for parts in zip(*found, strict=True))
+        log_probs, entropies, *divergences = (torch.cat(parts)[None] for parts in zip(*found, strict=True))
         outputs.log_probs = log_probs
         if outputs.entropy is not None:
             outputs.entropy = entropies
-        return outputs if teaching is None else TaughtOutput(**outputs, divergence=divergences)
+        return outputs if teaching is None else TaughtOutput(**outputs, divergence=divergences[0])
+
+    def _of_kept(
+        self,
+        head: nn.Linear,
+        config: Any,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        there: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute them from the logits of the kept ``ids`` (R, S), where ``there``, alone."""
+        with torch.autocast(hidden.device.type, enabled=False) if self.in_fp32 else nullcontext():
+            hidden = hidden.float() if self.in_fp32 else hidden
+            logits = torch.bmm(head.weight[ids], hidden[..., None])[..., 0]
+        logits = self._scaled(config, logits if head.bias is None else logits + head.bias[ids])
+        own = there & (ids == tokens[:, None])
+        log_probs, entropies = truncated_log_probs(logits, own.int().argmax(dim=1), there)
+        return log_probs.masked_fill(~own.any(dim=1), -torch.inf), entropies
 
     def _of_piece(
         self,
@@ -98,12 +127,12 @@ class KeptHead:
         tokens: torch.Tensor,
         kept: KeptSets | None,
         theirs: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         logits = self.logits(model, hidden)
         sets = None if kept is None else kept.mask(logits.size(1))
         log_probs, entropies = truncated_log_probs(logits, tokens, sets)
         if teaching is None:
-            return log_probs, entropies, entropies
+            return log_probs, entropies
         assert theirs is not None
         other = teaching.logits(theirs)
         width = min(logits.size(1), other.size(1))  # a model may pad its vocabulary
@@ -117,6 +146,9 @@ class KeptHead:
         # TRL has cast the weights to float32 then. The module is called, so that engines gather a sharded weight.
         with torch.autocast(hidden.device.type, enabled=False) if self.in_fp32 else nullcontext():
             logits = head(hidden.float() if self.in_fp32 else hidden)
+        return self._scaled(config, logits)
+
+    def _scaled(self, config: Any, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale(config)
         cap = getattr(config, "final_logit_softcapping", None)
         if cap is not None:

@@ -13,9 +13,14 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.rollout.generators.base import SamplingSettings
+from agile_trainers.sampling.delivery import Delivery
 
 EXACT, ROUNDED = 1e-3, 0.1
 """Largest normal mean mismatch, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
+
+
+RISE = 1.5
+"""Times the usual mismatch from which on a policy is looked for that may play in place of the one that is trained."""
 
 
 class SamplerMismatchError(RuntimeError):
@@ -148,6 +153,11 @@ class Conditions:
         return not (self.rounded or self.dropout or self.penalized)
 
     @property
+    def same(self) -> bool:
+        """True if the two should differ by rounding at most."""
+        return not (self.dropout or self.penalized) and self.settings.temperature == self.scored_at
+
+    @property
     def penalized(self) -> bool:
         """True if the sampler's distribution differs from the policy's, which has the same filters but no penalty."""
         return self.settings.repetition_penalty != 1.0
@@ -202,7 +212,9 @@ def likely_cause(mismatch: Mismatch, bound: float, conditions: Conditions, first
     )
 
 
-def explain(mismatch: Mismatch, bound: float, conditions: Conditions, first: float) -> str:
+def explain(
+    mismatch: Mismatch, bound: float, conditions: Conditions, first: float, played: tuple[str, float] | None = None
+) -> str:
     """Write the warning or error for a mismatch that is too large.
 
     Args:
@@ -210,7 +222,13 @@ def explain(mismatch: Mismatch, bound: float, conditions: Conditions, first: flo
         bound: The bound that its mean exceeds.
         conditions: How sampler and trainer compute.
         first: The mean mismatch of the first generation batch.
+        played: What the sampler plays instead of the policy, and the mean mismatch to that.
     """
+    if played is not None:
+        return (
+            f"The sampler plays another policy than the one that is trained: {played[0]}. It differs by {mismatch.mean:.3g} "
+            f"nats a token from the trainer, and by {played[1]:.2g} from that. See docs/rollouts.md."
+        )
     return (
         f"Sampler and trainer differ by {mismatch.mean:.3g} nats a token (at most {mismatch.maximum:.3g}), more than "
         f"max_logprob_gap={bound}. The likely cause: {likely_cause(mismatch, bound, conditions, first)}. "
@@ -235,11 +253,17 @@ class MismatchMonitor:
         accelerator: The trainer's.
         bound: ``max_logprob_gap``; None for the default that ``conditions`` calls for.
         conditions: Returns how sampler and trainer compute.
+        delivery: Finds out what the sampler plays.
     """
 
-    def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions], delivery: Delivery
+    ) -> None:
         self.meter, self._bound, self._conditions = MismatchMeter(accelerator), bound, conditions
+        self.delivery = delivery
         self._first: float | None = None
+        self._usual = 0.0
+        """The least mean mismatch so far, since the policy that plays was last in question."""
 
     @property
     def is_open(self) -> bool:
@@ -257,16 +281,32 @@ class MismatchMonitor:
             is_first_step: True before the first optimizer step. A resumed run is past its first batch and only warns.
 
         Raises:
-            SamplerMismatchError: In the run's first batch, if the mismatch is too large and rounding cannot be the reason.
+            SamplerMismatchError: If the sampler is found to play another policy. Also in the run's first batch, if the
+                mismatch is too large and rounding cannot be the reason.
         """
         mismatch = self.meter.read()
         if mismatch is None:
+            self.delivery.close()
             return MismatchReport({}, None)
         conditions, is_first = self._conditions(), self._first is None and is_first_step
         bound = self._bound or (EXACT if conditions.exact else ROUNDED)
         first = self._first = mismatch.mean if self._first is None else self._first
-        text = explain(mismatch, bound, conditions, first) if mismatch.mean > bound else None
-        if text is not None and is_first and conditions.exact:
+        played = self._played(mismatch.mean, bound, conditions)
+        large = played is not None or mismatch.mean > bound
+        text = explain(mismatch, bound, conditions, first, played) if large else None
+        if text is not None and (played is not None or (is_first and conditions.exact)):
             raise SamplerMismatchError(text)
+        self.delivery.close()
         name = "sampling/sampling_logp_difference"
         return MismatchReport({f"{name}/mean": mismatch.mean, f"{name}/max": mismatch.maximum}, text)
+
+    def _played(self, mean: float, bound: float, conditions: Conditions) -> tuple[str, float] | None:
+        """Find out what the sampler plays, if the mismatch is large, or larger than it was."""
+        highest = bound if conditions.exact or self._bound else min(bound, EXACT)
+        known, played = self._usual > 0, None
+        if not conditions.same or mean <= max(highest, RISE * self._usual):
+            self._usual = min(mean, self._usual or mean)
+        else:
+            played = self.delivery.find(exact=conditions.exact, thorough=known or mean > bound)
+            self._usual = mean
+        return played

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,8 +247,24 @@ class BatchMaker:
         """Score the rows that were scored under the version of the policy that played them."""
         rows = log_probs.scored.nonzero()[:, 0]
         assert self.snapshots is not None
+        log_probs.version = version
         with self.snapshots.holding(version):
             log_probs.snapshot = self._passes.compute(models, batch, old=True, reference=False, rows=rows).old
+
+    def delivered(
+        self, models: Models, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor
+    ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], Callable[[], AbstractContextManager[None]]]:
+        """Return what scores some tokens of a batch again, and what lets the model compute with the policy that played it.
+
+        Args:
+            models: The policy and its reference.
+            batch: The episodes of this process.
+            log_probs: Their log-probabilities.
+            trained: (B, T) bool, the tokens that enter the loss.
+        """
+        counted, version, snapshots = trained & log_probs.scored[:, None], log_probs.version, self.snapshots
+        playing = nullcontext if version is None or snapshots is None else partial(snapshots.holding, version)
+        return lambda: self._passes.of_some(models, batch, counted), playing
 
     def assign(
         self, played: PlayedGroups, read: CriticValues | None, weights: torch.Tensor | None = None

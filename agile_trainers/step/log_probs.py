@@ -17,6 +17,8 @@ from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
 
+TOKENS = 1000
+"""Tokens of which a few rows have as many, if there are."""
 TokenLogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 """Type of TRL's ``_get_per_token_logps_and_entropies``."""
 
@@ -33,6 +35,8 @@ class BatchLogProbs:
     """(B, T), the same under the reference."""
     snapshot: torch.Tensor | None = None
     """(B, T), the same under an older policy that played the episodes; None if ``old`` did."""
+    version: int | None = None
+    """The version of that policy."""
 
 
 class Models(NamedTuple):
@@ -89,6 +93,24 @@ class LogProbPasses:
                 with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
                     found.reference = self._of(models.policy, batch, rows)
         return found
+
+    def of_some(self, models: Models, batch: TurnBatch, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute those of the policy, as it is now, in a few rows.
+
+        Args:
+            models: The policy and its reference.
+            batch: The episodes of this process.
+            counted: (B, T) bool, the tokens that are asked for.
+
+        Returns:
+            (N,) each: log-probabilities of the sampler, and of the policy, of about a thousand tokens.
+        """
+        sizes = counted.sum(dim=1)
+        rows = sizes.nonzero()[: self._size, 0]
+        rows = rows[: 1 + int((sizes[rows].cumsum(0) < TOKENS).sum())]
+        scored = self.compute(models, batch, old=True, reference=False, rows=rows).old
+        assert scored is not None
+        return batch.sampling_logprobs[rows][counted[rows]], scored[rows][counted[rows]]
 
     def prepare_packing(self, models: Models, batch: TurnBatch) -> None:
         """Let the packer compare packed with padded rows, on as many rows of this process as a micro-batch has."""

@@ -49,6 +49,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, planned
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
+from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype
@@ -403,7 +404,8 @@ def _make_step(
         args, accelerator, passes, credit, critic, snapshots, teacher, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
     )  # fmt: skip
-    mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions)
+    delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
+    mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
     turn_means = [TurnMeans("entropy"), *([] if teacher is None else [teacher.divergences])]
     token_batches.observers = [
         *(means.remember for means in turn_means),

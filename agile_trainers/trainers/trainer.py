@@ -480,12 +480,16 @@ class MultiTurnTrainer(_Trainer):
     @with_episodes
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         models, generation = self._models, self._step // self.micro_steps_per_generation
-        if isinstance(inputs[0], Trajectory):  # of `update`
+        given = isinstance(inputs[0], Trajectory)  # to `update`
+        if given:
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
         made = self.batches.make(models, played, self._step, first_is_one=self._first_pass_is_one_update)
-        self._open_mismatch(played.batch, made.log_probs, made.output.tool_mask > 0)
+        trained = made.output.tool_mask > 0
+        if not given:  # those may be of an earlier policy
+            self.mismatch.delivery.open(*self.batches.delivered(models, played.batch, made.log_probs, trained))
+        self._open_mismatch(played.batch, made.log_probs, trained)
         self._log_batch(generation, played, made)
         self.rollout_log.begin(generation, self.state.global_step, played, made.advantages, made.values)
         return made.output.to_trl()

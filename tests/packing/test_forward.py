@@ -147,13 +147,43 @@ def test_the_head_of_kept_sets_is_trls_where_all_tokens_are_kept(name, monkeypat
     assert_same(run(model, forward, packed=False, kept=everything), trls)
 
 
+def kept_of_rows(share: float, vocab: int) -> KeptSets:
+    """Sets of all tokens of :func:`rows`, each with this share of the vocabulary and the token itself."""
+    kept = torch.rand(6, ANSWER, vocab, generator=torch.Generator().manual_seed(3)) < share
+    kept = kept.scatter(2, rows()["input_ids"][:, -ANSWER:, None], True).flatten(0, 1)
+    # By their ids, which a larger vocabulary would make the shortest form.
+    by_ids = [torch.cat([torch.zeros(1), one.nonzero()[:, 0]]).int().numpy().tobytes() for one in kept]
+    sets = by_ids if share < 0.1 else encode_sets(kept)
+    return KeptSets.of(*pad_sets([sets[row * ANSWER : (row + 1) * ANSWER] for row in range(6)], ANSWER))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", *SCALED])
+def test_logits_of_few_kept_tokens_are_those_of_the_whole_head(name, monkeypatch):
+    """In pieces too; of larger sets the whole head is computed, and where its weights are trained."""
+    model = make_model(name)
+    forward, vocab = PackedForward(model), model.config.get_text_config().vocab_size
+    sets, alone, computed = kept_of_rows(0.03, vocab), kept_head.KeptHead._of_kept, []
+    monkeypatch.setattr(kept_head.KeptHead, "_of_kept", lambda *given: (computed.append(given), alone(*given))[1])
+    monkeypatch.setattr(kept_head, "FEW", 0.0)
+    run(model, forward, packed=False, kept=sets)
+    model.get_output_embeddings().requires_grad_(False)
+    whole = run(model, forward, packed=False, kept=sets)
+    monkeypatch.setattr(kept_head, "FEW", 0.2)
+    assert not computed and run(model, forward, packed=False, kept=kept_of_rows(0.5, vocab)) and not computed
+    for pieces in (kept_head.LOGITS, 7 * sets.ids(vocab)[0].size(1) * model.config.get_text_config().hidden_size):
+        monkeypatch.setattr(kept_head, "LOGITS", pieces)
+        assert_same(run(model, forward, packed=name == "qwen2", kept=sets), whole)
+    assert len(computed) > 4
+    model.get_output_embeddings().requires_grad_(True)
+    computed.clear()
+    assert run(model, forward, packed=False, kept=sets) and not computed
+
+
 def test_packed_rows_equal_padded_rows_with_kept_sets():
     """Two equal rows that were sampled under other sets are not one."""
     model = make_model("qwen2")
-    forward, ids, vocab = PackedForward(model), rows()["input_ids"], model.config.vocab_size
-    kept = torch.rand(6, ANSWER, vocab, generator=torch.Generator().manual_seed(3)) < 0.3
-    kept = encode_sets(kept.scatter(2, ids[:, -ANSWER:, None], True).flatten(0, 1))
-    sets = KeptSets.of(*pad_sets([kept[row * ANSWER : (row + 1) * ANSWER] for row in range(6)], ANSWER))
+    forward, vocab = PackedForward(model), model.config.vocab_size
+    sets = kept_of_rows(0.3, vocab)
     padded = run(model, forward, packed=False, kept=sets)
     assert_same(run(model, forward, packed=True, kept=sets), padded)
     scored = rows()["scored"]

@@ -1,4 +1,5 @@
-"""Runs in which the sampler of the last rank alone says something else; leaves what each rank raised.
+"""Runs in which the sampler of the last rank alone says something else, or plays without the adapter (``"planted"``);
+leaves what each rank raised.
 
 Usage: torchrun --nproc_per_node 2 mismatch_two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
 """
@@ -11,13 +12,16 @@ from typing import Any
 
 import torch
 from games import end_process, make_trainer
+from planted_deliveries import plant
 
 from agile_trainers.sampling.mismatch import SamplerMismatchError
 
 
 def play(model: str, output: Path, changes: dict[str, Any]) -> None:
     """One case."""
-    trainer = make_trainer(model, output, **{"per_device_train_batch_size": 4, **changes})
+    planted = changes.pop("planted", None)
+    lora = {"init_lora_weights": planted is None and "gaussian"}
+    trainer = make_trainer(model, output, lora=lora, **{"per_device_train_batch_size": 4, **changes})
     measure, rank = trainer._open_mismatch, trainer.accelerator.process_index
 
     def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
@@ -25,14 +29,21 @@ def play(model: str, output: Path, changes: dict[str, Any]) -> None:
             batch.sampling_logprobs[batch.action_mask] -= 0.5
         measure(batch, scores, trained)
 
-    trainer._open_mismatch = shifted  # type: ignore[method-assign]
+    if planted is None:
+        trainer._open_mismatch = shifted  # type: ignore[method-assign]
+    elif rank == trainer.accelerator.num_processes - 1:
+        plant(trainer, planted)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     result: dict[str, Any] = {"error": None}
     try:
         trainer.train()
     except SamplerMismatchError as error:
         mismatch = re.search(r"differ by (\S+) nats", str(error))
-        result = {"error": type(error).__name__, "mismatch": float(mismatch[1]) if mismatch else None}
+        result = {
+            "text": str(error),
+            "error": type(error).__name__,
+            "mismatch": float(mismatch[1]) if mismatch else None,
+        }
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     result["unchanged"] = all(torch.equal(p, before[name]) for name, p in named)
     result["steps"] = trainer.state.global_step

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
+import re
 from collections import deque
 from typing import Any
 
@@ -71,7 +73,13 @@ SIGNATURES = {
         "learning_rate",
     ],
 }
-SCORE_ARGUMENTS = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"}
+IMAGES = {
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
+    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+}  # fmt: skip
+SCORE_ARGUMENTS = {
+    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss",
+}  # fmt: skip
 INIT_ARGUMENTS = [
     "self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
     "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools", "rollout_func",
@@ -93,7 +101,7 @@ def test_methods_we_override_or_call(name):
 
 
 def test_scoring_takes_our_keywords_and_returns_three_things():
-    assert set(parameters(GRPOTrainer._get_per_token_logps_and_entropies)) >= SCORE_ARGUMENTS
+    assert set(parameters(GRPOTrainer._get_per_token_logps_and_entropies)) == SCORE_ARGUMENTS | IMAGES
     returned = inspect.signature(inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)).return_annotation
     assert "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]" in str(returned).replace("typing.", "")
 
@@ -103,8 +111,9 @@ def test_constructor_arguments_are_the_ones_we_pass_on():
 
 
 def test_the_loss_reads_the_keys_we_write():
+    """And no other: a mask of what the sampler kept (TRL 1.17) has to come from our kept sets, or is counted twice."""
     source = inspect.getsource(GRPOTrainer._compute_loss)
-    assert all(f'"{key}"' in source for key in LOSS_READS)
+    assert set(re.findall(r'inputs(?:\.get)?[\[(]"(\w+)"', source)) == LOSS_READS | IMAGES
 
 
 def test_the_loss_is_weighed_where_vllm_samples():
@@ -210,6 +219,24 @@ def test_a_step_is_skipped_by_accelerates_flag():
     places = [source.index(mark) for mark in marks]
     assert places == sorted(places)
     assert "self._is_overflow" in inspect.getsource(AcceleratedOptimizer.step_was_skipped.fget)
+
+
+def test_what_a_coming_trl_is_expected_to_change():
+    """What to do then. The mask of TRL 1.17 also changes what is scored and read, which the tests above state."""
+    options = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert "padding_free" not in options, "Rows are packed twice: refuse padding_free with sequence_packing (trl#7087)."
+    assert {name for name in options if "mask" in name} == {
+        "mask_truncated_completions",
+        "off_policy_mask_threshold",
+    }, "An option for the mask of a filter has no effect with episodes, or must have that of our kept sets."
+    source = inspect.getsource(GRPOTrainer._generate)
+    returned = source.rstrip().rpartition("return ")[2]
+    assert (
+        returned == "prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+    ), "TRL's generation returns the kept tokens: compare its ratios under filters with ours (test_truncated_runs.py)."
+    assert importlib.util.find_spec("trl.experimental.async_grpo"), (
+        "AsyncGRPOTrainer has moved (TRL 1.18): compare docs/trl.md's table with it anew."
+    )
 
 
 def test_helpers_exist():
