@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
 
 _PROMPT, _TOKENS, _EPISODES, _SCALAR, _FLAT, _PATHS = "(B, P)", "(B, T)", "(B,)", "()", "(B, F)", "(B, M)"
-_WORDS, _IMAGES = "(B, W)", "(B, V, ...)"
+_WORDS, _IMAGES, _HINTS = "(B, W)", "(B, V, ...)", "(B, H)"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
 READ = (
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
@@ -97,6 +97,8 @@ class TrainBatch:
     images."""
     image_places: torch.Tensor | None = _shaped(_IMAGES, default=None)
     """(B, V, 5) int64, where it is; -1 after the last."""
+    hint_ids: torch.Tensor | None = _shaped(_HINTS, default=None)
+    """(B, H) int64, tokens that a teacher reads before each path of an episode, right-padded with -1. None: no hints."""
     turn_columns: Batch = field(default_factory=dict)
     """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)
@@ -257,6 +259,34 @@ def paths_of(part: Batch) -> Paths | None:
     if "path_ids" not in part:
         return None
     return Paths.of(part["path_ids"], part["path_lengths"], part["places"])
+
+
+def with_hints(part: Batch) -> Batch:
+    """Return the fields that a forward pass takes of a micro-batch, each path preceded by the hint of its episode."""
+    read = {name: part[name] for name in READ if name in part}
+    if "hint_ids" not in part:
+        return read
+    hints, there = part["hint_ids"].clamp(min=0), part["hint_ids"] >= 0
+    ids = torch.cat([hints, read["prompt_ids"]], dim=1)
+    mask = torch.cat([there.to(read["prompt_mask"]), read["prompt_mask"]], dim=1)
+    order = mask.argsort(dim=1, stable=True)  # padding to the left
+    read |= {"prompt_ids": ids.gather(1, order), "prompt_mask": mask.gather(1, order)}
+    if "path_ids" not in read:
+        return read
+    lengths, size, places = read["path_lengths"], there.sum(dim=1, keepdim=True), read["places"]
+    longer = torch.where(lengths > 0, lengths + size, 0)
+    ends, starts = lengths.cumsum(dim=1), longer.cumsum(dim=1) - longer
+    columns = torch.arange(read["path_ids"].size(1), device=hints.device).expand_as(read["path_ids"]).contiguous()
+    path = torch.searchsorted(ends, columns, right=True).clamp(max=lengths.size(1) - 1)
+    moved, kept = columns + size * (path + 1), columns < ends[:, -1:]
+    flat = hints.new_zeros(len(hints), int(longer.sum(dim=1).max()))
+    row, column = kept.nonzero(as_tuple=True)
+    flat[row, moved[row, column]] = read["path_ids"][row, column]
+    for one in range(lengths.size(1)):
+        row, column = (there & (lengths[:, one : one + 1] > 0)).nonzero(as_tuple=True)
+        flat[row, starts[row, one] + column] = hints[row, column]
+    moved = moved.gather(1, places.clamp(min=0))
+    return read | {"path_ids": flat, "path_lengths": longer, "places": torch.where(places >= 0, moved, -1)}
 
 
 def lengths_of(part: Batch) -> torch.Tensor:

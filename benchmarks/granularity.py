@@ -101,7 +101,8 @@ def _game(algorithm: str, task: str, unit: str, seed: int) -> Run:
     budget = demo.Budget(rl_steps=UPDATES, eval_episodes=EPISODES)
     trainer_class = find_algorithm(algorithm)
     with tempfile.TemporaryDirectory() as folder:
-        of_demo = demo.make_arguments(Path(folder), seed, budget)
+        # The demo's options when the results were recorded.
+        of_demo = demo.make_arguments(Path(folder), seed, budget, num_iterations=1, entropy_coef=0.08)
         options = {name: getattr(of_demo, name) for name in OF_DEMO} | OWN[algorithm] | {"advantage_granularity": unit}
         trainer = trainer_class(
             model=str(_supervised(seed, budget)),

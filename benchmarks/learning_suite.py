@@ -1,9 +1,9 @@
 """Trains ten multi-turn tasks with our defaults and with TRL's ``GRPOTrainer`` (``make bench-suite``).
 
 Ours sets no option but those that a task states for every side: learning rate, episodes of a rollout, turns and tokens of an
-answer (``learning_tasks.py``). The rate is TRL's best of two, chosen with a seed of its own. A training goes on to the
-budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and plays the tasks of
-``learning.py`` alone.
+answer (``learning_tasks.py``). The rate is TRL's best of two, chosen with a seed of its own, and .003 before. A training
+goes on to the budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and plays the
+tasks of ``learning.py`` alone.
 
 Each finished training is a line of ``results/learning_suite.jsonl`` with the values of the options that were studied, and is
 not repeated: a later default is compared with an earlier one by the same lines. ``--options '{"num_iterations": 2}'`` trains
@@ -46,6 +46,8 @@ PAGE = ROOT / "benchmarks/results/learning_suite.md"
 LOGS = ROOT / "runs/learning_suite"
 """Logs of trainings, with ``--log``."""
 RATES = (1e-2, 3e-3)
+RATE = 3e-3
+"""Ours before TRL's rate is chosen: that of the demo."""
 TUNING = 3
 """The seed by which TRL's learning rate is chosen."""
 SEEDS = (0, 1, 2, 4, 5)
@@ -59,6 +61,7 @@ STUDIED = (
 """Options whose values are part of a saved training of ours."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}
 """The defaults before this suite, where they differ."""
+HALVES = {"chosen": CHOSEN, "held out": HELD_OUT}
 Run = dict[str, Any]
 
 
@@ -208,13 +211,8 @@ def _counted(run: Run, goal: float) -> int:
 
 def of_side(runs: Sequence[Run], side: str, tasks: Sequence[str], options: dict[str, Any] | None = None) -> list[Run]:
     """Return the finished trainings of a side with the chosen rates; ``options`` as :func:`studied` returns them."""
-    rates = {task: chosen_rate(runs, task) for task in tasks}
-    found = (
-        find(runs, side, task, rate, seed, options or {})
-        for task, rate in rates.items()
-        if rate is not None
-        for seed in SEEDS
-    )
+    rates = {task: chosen_rate(runs, task) or RATE for task in tasks}
+    found = (find(runs, side, task, rate, seed, options or {}) for task, rate in rates.items() for seed in SEEDS)
     return [run for run in found if run is not None and "failed" not in run]
 
 
@@ -237,7 +235,7 @@ def table(runs: Sequence[Run]) -> str:
         "| task | kind | rate | side | arrived at .9 | episodes to .8 | to .9 | at the end | falls | area |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for half, names in (("chosen", CHOSEN), ("held out", HELD_OUT)):
+    for half, names in HALVES.items():
         for task in names:
             for name, of in _sides(runs, [task]).items():
                 if of:
@@ -256,7 +254,7 @@ def _sides(runs: Sequence[Run], tasks: Sequence[str]) -> dict[str, list[Run]]:
 def ratio_table(runs: Sequence[Run]) -> str:
     """The sides compared over the tasks of each half, as a Markdown table."""
     lines = ["| tasks | compared | pairs | episodes to .8 | episodes to .9 |", "|---|---|---|---|---|"]
-    for half, names in (("chosen", CHOSEN), ("held out", HELD_OUT), ("all", tuple(TASKS))):
+    for half, names in {**HALVES, "all": tuple(TASKS)}.items():
         sides = _sides(runs, names)
         pairs = [("ours", "ours, earlier"), ("ours", "TRL"), ("ours, earlier", "TRL")]
         for first, second in pairs:
@@ -267,41 +265,42 @@ def ratio_table(runs: Sequence[Run]) -> str:
 
 def _ratios(cells: list[str], runs: Sequence[Run], others: Sequence[Run]) -> str:
     keys = {(run["task"], run["seed"]) for run in runs} & {(run["task"], run["seed"]) for run in others}
-    shown = [paired(runs, others, goal) for goal in GOALS]
-    cells = [
-        *cells,
-        str(len(keys)),
-        *("" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one) for one in shown),
+    return f"| {' | '.join([*cells, str(len(keys)), *_shown(runs, others)])} |"
+
+
+def _shown(runs: Sequence[Run], others: Sequence[Run]) -> list[str]:
+    """Return the ratios of episodes to each goal as cells; of a single pair without an interval."""
+    found = [paired(runs, others, goal) for goal in GOALS]
+    return [
+        "" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one).replace(" (0.00 to inf)", "") for one in found
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def ablation_table(runs: Sequence[Run]) -> str:
-    """Options beside the earlier defaults, on the same tasks and seeds, as a Markdown table."""
+    """Options beside the earlier defaults, on the same tasks and seeds of each half, as a Markdown table."""
     lines = [
-        "| options | tasks and seeds | arrived at .9 | falls | at the end | area | episodes to .8, ratio | to .9, ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| half | options | tasks, runs | arrived | falls | at the end | area | episodes to .8, ratio | to .9, ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     earlier = studied(EARLIER)
-    base_runs = {(run["task"], run["seed"]): run for run in of_side(runs, "ours", CHOSEN, earlier)}
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        key = (run["task"], run["seed"])
-        if run["side"] != "ours" or key not in base_runs or "failed" in run:
-            continue
-        values = {**earlier, **run["options"]}
-        changed = [f"`{name}={values[name]}`" for name in values if values[name] != earlier.get(name)]
-        if run["rate"] != base_runs[key]["rate"]:
-            changed.append(f"`learning_rate={run['rate']:g}`")
-        groups.setdefault(", ".join(changed) or "none", []).append(run)
-    for name, of in sorted(groups.items()):
-        others = [base_runs[run["task"], run["seed"]] for run in of]
-        count = f"{len({run['task'] for run in of})} x {len({run['seed'] for run in of})}"
-        arrived, _, _, end, fell, area = summary(of)
-        cells = [name, f"{count}, {len(of)} runs", arrived, fell, end, area]
-        shown = [paired(of, others, goal) for goal in GOALS]
-        cells += ["" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one) for one in shown]
-        lines.append(f"| {' | '.join(cells)} |")
+    for half, names in HALVES.items():
+        base_runs = {(run["task"], run["seed"]): run for run in of_side(runs, "ours", names, earlier)}
+        groups: dict[str, list[Run]] = {}
+        for run in runs:
+            key = (run["task"], run["seed"])
+            if run["side"] != "ours" or key not in base_runs or "failed" in run:
+                continue
+            values = {**earlier, **run["options"]}
+            changed = [f"`{name}={values[name]}`" for name in values if values[name] != earlier.get(name)]
+            if run["rate"] != base_runs[key]["rate"]:
+                changed.append(f"`learning_rate={run['rate']:g}`")
+            groups.setdefault(", ".join(changed) or "none", []).append(run)
+        for name, of in sorted(groups.items()):
+            others = [base_runs[run["task"], run["seed"]] for run in of]
+            arrived, _, _, end, fell, area = summary(of)
+            cells = [half, name, f"{len({run['task'] for run in of})}, {len(of)}", arrived, fell, end, area]
+            cells += _shown(of, others)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

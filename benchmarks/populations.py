@@ -47,6 +47,8 @@ MEMBERS, LOW, HIGH_RATE = 8, 1e-4, 1e-2
 TUNED = (3e-3, 5e-3)
 """Learning rates of the single runs; the better one counts."""
 BATCH = GROUP * HIGH
+RECORDED: dict[str, Any] = {"num_iterations": 1, "entropy_coef": 0.08}
+"""The demo's options when the results were recorded."""
 FINAL_EPISODES = 1200
 ENDS = tuple(fifteenths / 15 for fifteenths in (1, 2, 4, 8, 10, 12, 14))
 """Ends of the rounds but the last, in shares of a run: after the third one member is left, whose best policy counts."""
@@ -77,8 +79,7 @@ def success_of(policy: Path, options: EpisodeOptions) -> float:
 def single_run(base: Path, folder: Path, seed: int, steps: int, rate: float) -> dict[str, float]:
     """Train the demo's run with this learning rate."""
     started = time.perf_counter()
-    trainer = make_trainer(str(base), folder, seed, Budget(rl_steps=steps), lora())
-    trainer.args.learning_rate = rate
+    trainer = make_trainer(str(base), folder, seed, Budget(rl_steps=steps), lora(), learning_rate=rate, **RECORDED)
     trainer.train()
     trainer.save_model(str(folder / "policy"))
     success = success_of(folder / "policy", EpisodeOptions.of_args(trainer.args))
@@ -98,7 +99,7 @@ def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
         members * (end - start) for members, start, end in zip(living, [0, *ends], [*ends, steps], strict=True)
     )
     evaluations = sum(living)
-    args = make_arguments(folder, seed, Budget(rl_steps=steps))
+    args = make_arguments(folder, seed, Budget(rl_steps=steps), **RECORDED)
     args.num_eval_episodes = (2 * steps - trained) * BATCH // evaluations // HIGH * HIGH
     rates = HyperparameterConfig(learning_rate=Range(LOW, HIGH_RATE, log=True))
     population = Population(

@@ -184,7 +184,8 @@ def demo_stage(seed: int, arm: str) -> Run:
             )
         )
     with tempfile.TemporaryDirectory() as folder:
-        args = demo.make_arguments(Path(folder), seed, budget)
+        # The demo's options when the results were recorded.
+        args = demo.make_arguments(Path(folder), seed, budget, num_iterations=1, entropy_coef=0.08)
         args.log_rollouts, args.diagnosis_interval = 0, 0
         for name, value in DEMO_ARMS[arm].items():
             setattr(args, name, value)

@@ -66,7 +66,7 @@ def main() -> None:
     population = Population(
         "grpo",
         str(base),
-        make_arguments(options.output_dir / "population", options.seed, budget),
+        make_arguments(options.output_dir / "population", options.seed, budget, num_iterations=1),
         ENVIRONMENT,
         HyperparameterConfig(learning_rate=Range(1e-4, 1e-2, log=True), entropy_coef=Range(0.01, 0.2, log=True)),
         members=options.members,

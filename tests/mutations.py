@@ -70,6 +70,7 @@ LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 KEPT = "tests/objectives/test_kept_sets.py"
+TEACHER, TEACHER_ENUMERATED = "tests/trainers/test_teacher.py", "tests/trainers/test_teacher_enumeration.py"
 TRUNCATED = "tests/trainers/test_truncated_enumeration.py"
 TRUNCATED_RUNS = "tests/trainers/test_truncated_runs.py"
 DRIFT = "tests/objectives/test_drift.py"
@@ -580,8 +581,71 @@ MUTATIONS = [
         "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
+        "a teacher's log-ratio upside down", "objectives/distillation.py",
+        "weights * (teacher - policy)", "weights * (policy - teacher)", f"{TEACHER_ENUMERATED} -k target[immediate",
+    ),
+    Mutation(
+        "a teacher's return of what came before", "objectives/distillation.py",
+        "ratios.flip(1).cumsum(1).flip(1)", "ratios.cumsum(1)", f"{TEACHER_ENUMERATED} -k target[return",
+    ),
+    Mutation(
+        "a teacher's forward divergence under the policy", "objectives/distillation.py",
+        "(teacher if forward else policy).exp()", "policy.exp()", f"{TEACHER_ENUMERATED} -k target[distribution_forward",
+    ),
+    Mutation(
+        "a teacher over all tokens under a filter", "objectives/distillation.py",
+        "for logits in (policy, teacher))", "for logits in (policy, policy.detach()))", f"{TEACHER_ENUMERATED} -k kept_sets",
+    ),
+    Mutation(
+        "a teacher's observations scored", "step/teacher.py",
+        "total = torch.where(mask, values, 0.0).sum()", "total = (values + (~mask) * measured).sum()",
+        f"{TEACHER_ENUMERATED} -k observations",
+    ),
+    Mutation(
+        "a teacher's part divided by the tokens of the reward", "step/teacher.py",
+        "weights = weights * output.num_items_in_batch / total.clamp(min=1e-9)", "pass", f"{TEACHER} -k own_count",
+    ),
+    Mutation(
+        "a teacher's coefficient that stays", "objectives/distillation.py",
+        "start + (end - start) * min(max(progress, 0.0), 1.0)", "start", f"{TEACHER} -k coefficient",
+    ),
+    Mutation(
+        "a teacher's hint of another path", "train_batch.py",
+        "columns + size * (path + 1)", "columns + size * path", f"{TEACHER} -k every_path",
+    ),
+    Mutation(
+        "a teacher in every checkpoint", "adapters/roles.py",
+        "config = configs.pop(TEACHER, None)", "config = configs.get(TEACHER)", f"{TEACHER} -k not_saved",
+    ),
+    Mutation(
+        "a teacher that is silent where rewards are equal", "config/rules.py",
+        " or args.teacher is not None)", ")", f"{TEACHER} -k equal_rewards",
+    ),
+    Mutation(
+        "a teacher's credit without the weight of drift", "step/teacher.py",
+        "credit = credit * batch.importance_sampling_ratio", "pass", f"{TEACHER} -k batches_ahead",
+    ),
+    Mutation(
+        "the policy as its own teacher", "step/teacher.py",
+        "with running(policy, TEACHER) if self._adapter else nullcontext():", "with nullcontext():",
+        f"{TEACHER} -k stated_mixture",
+    ),
+    Mutation(
+        "a teacher's return of a part of an episode", "step/token_batches.py",
+        "or (self._args.teacher is not None and self._args.teacher_gradient == RETURN_TO_GO)", "or False",
+        f"{TEACHER} -k stored_as_paths",
+    ),
+    Mutation(
+        "a teacher with another tokenizer", "trainers/teacher.py", "if known == own:", "if True:",
+        f"{TEACHER} -k another_tokenizer",
+    ),
+    Mutation(
+        "rewards that a teacher does not need", "evaluation/diagnosis.py",
+        "if not options.rewarded:", "if False:", DIAGNOSIS,
+    ),
+    Mutation(
         "a policy over all tokens under a filter", "objectives/kept_sets.py",
-        "logits.masked_fill(~kept, -torch.inf).log_softmax", "logits.log_softmax", KEPT,
+        "logits.masked_fill(removed, -torch.inf).log_softmax", "logits.log_softmax", KEPT,
     ),
     Mutation(
         "kept sets of other tokens", "packing/forward.py",
@@ -589,7 +653,7 @@ MUTATIONS = [
     ),
     Mutation(
         "equal tokens of other kept sets read as one", "packing/forward.py",
-        'if "kept" not in inputs:', "if True:", f"{PACKED_FORWARD} -k with_kept_sets",
+        'if not {"kept", "teaching", "heard"} & inputs.keys():', "if True:", f"{PACKED_FORWARD} -k with_kept_sets",
     ),
     Mutation(
         "an old policy over all tokens", "step/log_probs.py",

@@ -77,6 +77,18 @@ def test_a_saved_training_is_found_by_the_values_of_its_options() -> None:
     assert bench.find([saved], "ours", "lock", 0.01, 0, {**values, "added later": 1}) is saved
 
 
+def test_options_are_compared_on_each_half() -> None:
+    """3 rollouts of 6 to either goal, in one pair: no interval."""
+    options = bench.studied(bench.EARLIER)
+    before = run([0.1] * 3 + [0.9] * 3, "recall", rate=bench.RATE, options=options)
+    after = run([0.9] * 4, "recall", rate=bench.RATE, options={**options, "num_iterations": 2})
+    rows = bench.ablation_table([before, after]).splitlines()[2:]
+    assert rows == [
+        "| held out | `num_iterations=2` | 1, 1 | 1/1 | 0 | 0.900 | 0.900 | 0.50 | 0.50 |",
+        "| held out | none | 1, 1 | 1/1 | 0 | 0.500 | 0.500 | 1.00 | 1.00 |",
+    ]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_best_policy_wins_and_the_one_that_is_taught_does_not(task: str) -> None:
     game = EVERY[task]

@@ -108,8 +108,11 @@ def test_commands_and_algorithms_agree() -> None:
     assert {*OWN_MODULES, *ALGORITHMS} == set(COMMANDS)
     for algorithm in ALGORITHMS:
         trainer = find_algorithm(algorithm)
-        name = f"MultiTurn{algorithm.upper()}"
-        assert (trainer.__name__, trainer.config_class.__name__) == (f"{name}Trainer", f"{name}Config")
+        name = "Distillation" if algorithm == "distillation" else algorithm.upper()
+        assert (trainer.__name__, trainer.config_class.__name__) == (
+            f"MultiTurn{name}Trainer",
+            f"MultiTurn{name}Config",
+        )
 
 
 def test_ppo_trains_and_saves_policy_and_critic(config: Path, embedded_model: Path, tmp_path: Path) -> None:

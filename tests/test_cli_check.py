@@ -301,6 +301,9 @@ def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     assert re.search(r"expert +\+2.000", report) and "Ready to train" not in report
     code, report = run("PaysTheRest", *options, "--scripted_policy", "model")
     assert code == 0 and "warning: every episode that the model played has the same return" in report
+    taught = ["--model", str(embedded_model), "--teacher", "policy", "--teacher_hint", "hint"]
+    code, report = run("PaysTheRest", *options, *taught)
+    assert code == 0 and "no learning signal" not in report and "Ready to train" in report
 
 
 def test_a_module_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

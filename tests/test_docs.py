@@ -42,6 +42,13 @@ from transformers import AutoModelForCausalLM
 lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrained("runs/dpo")
 """,
+    "docs/teacher.md": """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+expert = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+get_peft_model(AutoModelForCausalLM.from_pretrained("model"), expert).save_pretrained("runs/expert")
+""",
     "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
     "docs/rollout_log.md": SNIPPET,
     "docs/evaluation.md": "import shutil\nfor name in ('sft', 'adapter'): shutil.copytree('model', f'runs/demo/{name}')\n",
@@ -229,6 +236,7 @@ EARNED = {
     "docs/chaining.md": [GUESS],
     "docs/launch.md": [GUESS],
     "docs/task_sampling.md": [GUESS],
+    "docs/teacher.md": [GUESS, GUESS, GUESS],
     "docs/reasoning.md": [ideal_answers],
     "docs/trl.md": [tool_calls, products],
     "docs/environments.md": [GUESS, tool_calls],

@@ -5,8 +5,8 @@ from agile_trainers.adapters.critic import ActorCriticOutput, add_critic, add_va
 from agile_trainers.adapters.loading import (
     SavedAdapters,
     find_adapters,
+    load_frozen,
     load_policy,
-    load_reference,
     parent_of,
     restore_adapter,
     restore_left_out,
@@ -23,11 +23,13 @@ from agile_trainers.adapters.roles import (
     CRITIC,
     POLICY,
     REFERENCE,
+    TEACHER,
     AdapterRouter,
     belongs_to,
     check_adapter,
     running,
     unfreeze,
+    without_teacher,
 )
 from agile_trainers.adapters.sharding import assign_parameter, gathered_once, gathering_adapters
 
@@ -35,6 +37,7 @@ __all__ = [
     "CRITIC",
     "POLICY",
     "REFERENCE",
+    "TEACHER",
     "ActorCriticOutput",
     "AdapterRouter",
     "SavedAdapters",
@@ -50,8 +53,8 @@ __all__ = [
     "find_adapters",
     "gathered_once",
     "gathering_adapters",
+    "load_frozen",
     "load_policy",
-    "load_reference",
     "parent_of",
     "plain_copies",
     "restore_adapter",
@@ -61,4 +64,5 @@ __all__ = [
     "starts_elsewhere",
     "unfreeze",
     "within_scope",
+    "without_teacher",
 ]

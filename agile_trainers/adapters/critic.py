@@ -25,7 +25,15 @@ VALUE_HEAD = "value_head"
 
 
 @dataclass
-class ActorCriticOutput(FusedCausalLMOutput):
+class TaughtOutput(FusedCausalLMOutput):
+    """Output of a forward pass beside a teacher's: TRL's per-token fields, and the divergence from the teacher."""
+
+    divergence: torch.Tensor | None = None
+    """Divergence of the next-token distribution of each token, shaped as ``log_probs``; None without a teacher."""
+
+
+@dataclass
+class ActorCriticOutput(TaughtOutput):
     """Output of a forward pass with ``value_positions``: the values, and TRL's per-token fields if they were requested."""
 
     state_values: torch.Tensor | None = None

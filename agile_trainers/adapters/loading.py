@@ -31,7 +31,7 @@ from agile_trainers.adapters.lora_settings import (
     merged_config,
     padded,
 )
-from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, TEACHER, belongs_to
 from agile_trainers.adapters.sharding import assign_parameter
 from agile_trainers.adapters.untrusted import check_model_folder, check_patterns, hub_file, naming_folder
 from agile_trainers.imports import find_model_folder, nearest_folder
@@ -380,8 +380,13 @@ def _differences(base: PreTrainedModel, saved: SavedAdapters, peft_config: PeftC
     return differing_settings(base, saved.config, peft_config)
 
 
-def load_reference(model: PeftModel, folder: Path) -> None:
-    """Load a saved adapter as the model's frozen reference, replacing an existing one.
+def load_frozen(model: PeftModel, name: str, folder: Path) -> None:
+    """Load a saved adapter under a name, to be read and never trained, replacing one of that name.
+
+    Args:
+        model: The policy.
+        name: ``"ref"`` or ``"teacher"``.
+        folder: Folder of the adapter.
 
     Raises:
         ValueError: If the adapter does not fit the model.
@@ -389,12 +394,12 @@ def load_reference(model: PeftModel, folder: Path) -> None:
     config = read_config(folder)
     check_patterns(config, model.get_base_model(), folder)
     config.lora_dropout = 0.0  # it is never trained
-    if REFERENCE in model.peft_config:
-        model.delete_adapter(REFERENCE)
+    if name in model.peft_config:
+        model.delete_adapter(name)
     with naming_folder(str(folder)):
-        model.add_adapter(REFERENCE, config)
-    load_weights(model, REFERENCE, read_weights(folder), folder)
-    model.set_requires_grad(REFERENCE, False)
+        model.add_adapter(name, config)
+    load_weights(model, name, read_weights(folder), folder)
+    model.set_requires_grad(name, False)
 
 
 def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
@@ -427,7 +432,7 @@ def restore_left_out(model: Any, folder: Path, *, fsdp: bool) -> None:
     if not isinstance(model, PeftModel) or all(file.parent == folder for file in folder.glob("*/adapter_config.json")):
         return
     if fsdp:  # `Trainer` restores the active one alone
-        for adapter in model.peft_config:
+        for adapter in model.peft_config.keys() - {TEACHER}:
             restore_adapter(model, adapter, folder if adapter == POLICY else folder / adapter)
     else:
         # Finding adapters in subfolders, `Trainer` leaves out the one beside them.

@@ -17,8 +17,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 
-POLICY, REFERENCE, CRITIC = "default", "ref", "critic"
-"""Adapter names: PEFT's default, TRL's reference, this library's critic."""
+POLICY, REFERENCE, CRITIC, TEACHER = "default", "ref", "critic", "teacher"
+"""Adapter names: PEFT's default, TRL's reference, this library's critic and teacher."""
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -140,6 +140,18 @@ def wrap_checkpointing(base: PreTrainedModel, wrap: Callable[[Callable[..., Any]
         original(enable=enable, **options)
 
     base._set_gradient_checkpointing = set_gradient_checkpointing
+
+
+@contextmanager
+def without_teacher(model: Any) -> Iterator[None]:
+    """Leave the teacher's adapter out of what is saved inside the ``with`` block: it has a folder of its own already."""
+    configs = model.peft_config if isinstance(model, PeftModel) else {}
+    config = configs.pop(TEACHER, None)
+    try:
+        yield
+    finally:
+        if config is not None:
+            configs[TEACHER] = config
 
 
 def unfreeze(model: PeftModel, adapters: Iterable[str]) -> None:

@@ -73,7 +73,7 @@ _WORDS = frozenset((
     "hub_strategy", "importance_sampling_level", "kl_placement", "logging_strategy", "loss_type", "lr_scheduler_type",
     "multi_objective_aggregation", "on_rewrite", "optim", "pad_to_multiple_of", "public_values", "report_to",
     "save_strategy", "scale_rewards", "sequence_packing", "skip_zero_advantage", "task_sampling",
-    "train_sampling_strategy", "turn_credit", "turn_ratio_pooling", "turn_value_position",
+    "teacher_gradient", "train_sampling_strategy", "turn_credit", "turn_ratio_pooling", "turn_value_position",
     "vllm_importance_sampling_mode", "vllm_mode", "vllm_model_impl",
 ))  # fmt: skip
 """Options whose text is one of a few words."""

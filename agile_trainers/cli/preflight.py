@@ -13,6 +13,7 @@ from agile_trainers.records.plain import from_json
 _MISSING = {
     "model_name_or_path": "the Hub id or folder of the model to train.",
     "environment": "{0} trains on an environment's episodes, not on a data set alone.",
+    "teacher": "{0} trains on a teacher alone: the folder or Hub id of an adapter or a model.",
     "use_peft": "{0} trains policy and critic as two LoRA adapters on one base. Add --use_peft, and --lora_target_modules "
     "all-linear to adapt every linear layer.",
 }
@@ -23,7 +24,7 @@ def missing(option: str, algorithm: str) -> str:
     """Return the error of an option that a command needs and was not given.
 
     Args:
-        option: ``model_name_or_path``, ``environment`` or ``use_peft``.
+        option: ``model_name_or_path``, ``environment``, ``teacher`` or ``use_peft``.
         algorithm: The command.
     """
     return f"--{option} is missing: {_MISSING[option].format(algorithm)}"

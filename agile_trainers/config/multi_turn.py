@@ -26,6 +26,7 @@ from agile_trainers.config.rules import (
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
+from agile_trainers.objectives.distillation import IMMEDIATE
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
 TRL_COMPLETION_LENGTH = 512
@@ -56,6 +57,8 @@ class MultiTurnConfig(GRPOConfig):
     """True for an algorithm without groups (``num_generations=1``); set by a subclass."""
     has_critic: ClassVar[bool] = False
     """True for an algorithm with a critic, whose values the credit rule gets; set by a subclass."""
+    rewarded: ClassVar[bool] = True
+    """False for an algorithm whose gradient does not depend on rewards; set by a subclass."""
     value_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for values, checked at construction after those of all algorithms."""
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
@@ -231,6 +234,25 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Number of optimizer steps from one policy that becomes the reference to the next. LoRA needs "
         "`reference_adapter`. Default: never.",
+    )
+    teacher: str | None = option(
+        None,
+        "Folder or Hub id of a [teacher](teacher.md), an adapter or a model, whose divergence is added to the loss; "
+        "`policy`: the policy that reads `teacher_hint`. Default: none.",
+    )
+    teacher_gradient: str = option(
+        IMMEDIATE,
+        "Gradient of the divergence: `immediate` (a token's log-ratio credits it alone), `return_to_go` (those to the "
+        "episode's end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
+    )
+    teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss.")
+    teacher_coef_end: float | None = option(
+        None, "Weight at the end of the run, reached linearly. Default: `teacher_coef`."
+    )
+    teacher_turn_decay: float = option(1.0, "Factor of the teacher's weight from one turn to the next, in [0, 1].")
+    teacher_hint: str | None = option(
+        None,
+        "Entry of the environment's `info`, such as the solution, that the teacher alone reads. Default: none.",
     )
     lora_target_scope: str | None = option(
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives import drift
+from agile_trainers.objectives.distillation import GRADIENTS, RETURN_TO_GO
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions, check_names
 from agile_trainers.sampling.vllm_checks import addresses
@@ -305,8 +306,10 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead"),
-    in_unit_interval("top_entropy_quantile", "gamma"),
+    at_least(0, "batches_ahead", "teacher_coef_end"),
+    positive("teacher_coef"),
+    one_of("teacher_gradient", *GRADIENTS),
+    in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay"),
     Rule(
         ("stop_strings",),
         lambda _, value: (
@@ -497,7 +500,8 @@ def check_order_of_turns(args: Any, agents: Sequence[str]) -> None:
         agents: Names of the agents among the environments, for the error.
 
     Raises:
-        ValueError: If ``gamma`` is not 1, or drift is corrected per decision, and there is an agent.
+        ValueError: If there is an agent, and ``gamma`` is not 1, drift is corrected per decision, or a teacher credits what
+            comes after a token.
     """
     if agents and args.drift_correction == drift.DECISION:
         raise ValueError(
@@ -508,6 +512,11 @@ def check_order_of_turns(args: Any, agents: Sequence[str]) -> None:
         raise ValueError(
             f"gamma={args.gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at "
             "once. Leave gamma at 1, or let the agent discount the rewards that it gives."
+        )
+    if agents and args.teacher is not None and args.teacher_gradient == RETURN_TO_GO:
+        raise ValueError(
+            f"teacher_gradient={RETURN_TO_GO!r} credits a token with what comes after it, but the agent {agents[0]} may ask "
+            "for several answers at once. Set teacher_gradient='immediate' or 'distribution_reverse'."
         )
 
 
@@ -533,6 +542,24 @@ _REFERENCE = (
         needed="a reference",
     ),
     excludes("sync_ref_model", (True,), "reference_update_steps", why="and both move the reference"),
+)  # fmt: skip
+
+ITSELF = "policy"
+"""Value of ``teacher`` that stands for the policy itself."""
+_TEACHER = (
+    acts_with(
+        "teacher", lambda args: args.teacher is not None, "teacher_gradient", "teacher_coef", "teacher_coef_end",
+        "teacher_turn_decay", "teacher_hint", needed="a teacher",
+    ),
+    Rule(
+        ("teacher",),
+        lambda args, value: value != ITSELF or args.teacher_hint is not None,
+        "teacher='policy' is the policy itself, from which it does not diverge. Set teacher_hint to the entry of the "
+        "environment's info that the teacher reads beside the episode.",
+    ),
+    excludes("skip_zero_advantage", (True,), "teacher", why="and a teacher trains episodes without advantage too"),
+    excludes("disable_dropout", (False,), "teacher", why="whose noise would be read as a divergence"),
+    excludes("drift_correction", (drift.DECISION,), "teacher", why="which weighs rewards and no token"),
 )  # fmt: skip
 
 _EXTRAS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -565,7 +592,7 @@ def skips_zero_advantage(args: Any) -> bool:
         return bool(args.skip_zero_advantage)
     in_loss = args.beta != 0.0 and args.kl_placement == "loss"
     entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
-    return not (in_loss or entropy or args.has_critic)
+    return not (in_loss or entropy or args.has_critic or args.teacher is not None)
 
 
 _BATCH = (
@@ -659,7 +686,7 @@ _AHEAD = (
 )  # fmt: skip
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_RECORDS, *_BATCH, *_TURN_RATIOS, *_AHEAD,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_RECORDS, *_BATCH, *_TURN_RATIOS, *_AHEAD,
 )  # fmt: skip
 """Rules for a run with an environment."""
 

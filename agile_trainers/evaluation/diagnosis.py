@@ -232,6 +232,8 @@ def _variance(values: list[float]) -> float:
 
 def _without_advantage(history: MetricHistory, options: Any) -> float | None:
     """Return the share of episodes without advantage if that is most; with a critic, 1 if all returns are equal."""
+    if not options.rewarded:
+        return None
     none = None if options.has_critic else history.mean("advantage/zero")
     if none is not None:
         return none if none >= MOST else None
@@ -480,6 +482,16 @@ def _kl_runaway(history: MetricHistory, options: Any) -> Evidence | None:
     if now < 1.0 or now < before:
         return None
     return Evidence(f"The policy is {now:.2g} nats a token away from its reference (beta={options.beta}).", now)
+
+
+def _teacher_left(history: MetricHistory, options: Any) -> Evidence | None:
+    fall, first, now = _fall(history, options), history.first("teacher/kl"), history.mean("teacher/kl", UPDATES)
+    if fall is None or first is None or now is None or not history.rose("teacher/kl"):
+        return None
+    return Evidence(
+        f"The divergence from the teacher rose from {first:.2g} to {now:.2g} nats a token, and {_fallen(*fall)}: the policy "
+        "is in states that the teacher does not know."
+    )
 
 
 def _value_not_learning(history: MetricHistory, options: Any) -> Evidence | None:
@@ -734,7 +746,9 @@ COURSES = ("success", "reward", "entropy", "answers_cut", "turns/mean")
 _COURSE = ("success", "success_sem", "reward", "reward_std")
 _ENTROPY = ("entropy", *_COURSE)
 _DESTROYED = ("policy_destroyed", "giving_up_pays")
-_CAUSES = (*_DESTROYED, "reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old")
+_CAUSES = (
+    *_DESTROYED, "reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old", "teacher_left",
+)  # fmt: skip
 """Findings that explain a task without success."""
 
 HEALTH_CHECKS: tuple[HealthCheck, ...] = (
@@ -772,7 +786,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "worse_than_start", _COURSE, _worse_than_start,
         "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
         "latest episodes: an environment that changed, or a reward for something else, looks the same.",
-        ("learning_rate",), unless=(*_DESTROYED, "reward_misses_success", "entropy_runaway", "sampler_too_old"),
+        ("learning_rate",),
+        unless=(*_DESTROYED, "reward_misses_success", "entropy_runaway", "sampler_too_old", "teacher_left"),
     ),
     HealthCheck(
         "entropy_runaway", ("answers_cut", *_ENTROPY), _entropy_runaway,
@@ -876,6 +891,12 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "kl_runaway", ("kl",), _kl_runaway,
         "Raise beta or lower learning_rate; reference_update_steps moves the reference along.",
         ("beta", "learning_rate", "reference_update_steps"), unless=_DESTROYED,
+    ),
+    HealthCheck(
+        "teacher_left", ("teacher/kl", *_COURSE), _teacher_left,
+        "Lower teacher_coef, or let it end at 0 (teacher_coef_end); teacher_turn_decay below 1 leaves late turns to the "
+        "reward.",
+        ("teacher_coef", "teacher_coef_end", "teacher_turn_decay"), unless=_DESTROYED,
     ),
     HealthCheck(
         "value_not_learning", ("value/error", "value/spread"), _value_not_learning,

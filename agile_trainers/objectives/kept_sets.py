@@ -144,18 +144,19 @@ class KeptSets(NamedTuple):
 
 
 def truncated_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor
+    logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log-probabilities and entropies under the policy that is renormalised over the kept tokens.
 
     Args:
         logits: (R, V), at the temperature that was sampled at.
         tokens: (R,) int64, of the kept ones.
-        kept: (R, V) bool.
+        kept: (R, V) bool. None: all.
 
     Returns:
         (R,) each, in nats.
     """
-    log_probs = logits.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
-    entropies = -(log_probs.exp() * log_probs.masked_fill(~kept, 0.0)).sum(dim=-1)
+    removed = torch.zeros_like(logits, dtype=torch.bool) if kept is None else ~kept
+    log_probs = logits.masked_fill(removed, -torch.inf).log_softmax(dim=-1)
+    entropies = -(log_probs.exp() * log_probs.masked_fill(removed, 0.0)).sum(dim=-1)
     return log_probs.gather(-1, tokens[:, None])[:, 0], entropies

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import Plan, TrieAttention
-from agile_trainers.packing.kept_head import KeptHead
+from agile_trainers.packing.kept_head import KeptHead, Teaching
 from agile_trainers.packing.trie import Trie, build_trie
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
@@ -51,15 +52,25 @@ class ValueReading:
     """Called with the values (B, U) float32."""
 
 
+@dataclass(frozen=True)
+class Taught:
+    """A teacher whose distributions are compared with the policy's in a forward pass."""
+
+    teaching: Teaching
+    heard: Callable[[torch.Tensor], None]
+    """Called with the divergence (B, L - 1) of the distribution of each token, 0 where none was scored."""
+
+
 _read: torch.Tensor | None = None  # of the forward pass that runs; None for all hidden states
 _heard: list[torch.Tensor] | None = None  # gets these (R, H) where the LM head is ours
 
 
 def select_before_head(base: PreTrainedModel, head: KeptHead) -> None:
-    """Add the keywords ``read`` and ``kept`` to a model's ``forward``.
+    """Add the keywords ``read``, ``kept``, ``teaching`` and ``heard`` to a model's ``forward``.
 
-    These are the hidden states that reach the LM head, and the sets of tokens that their distributions are renormalised
-    over. With sets, TRL's head reads the first hidden state alone, and ours all of them.
+    These are the hidden states that reach the LM head, the sets of tokens that their distributions are renormalised over, a
+    teacher that they are compared with, and a function that gets the hidden states. With one of the last three, TRL's head
+    reads the first hidden state alone, and ours all of them, or none for the function.
 
     A deep copy of the model computes with its own weights, since neither the method nor the hook holds the model.
 
@@ -76,16 +87,21 @@ def select_before_head(base: PreTrainedModel, head: KeptHead) -> None:
         *args: Any,
         read: torch.Tensor | None = None,
         kept: KeptSets | None = None,
+        teaching: Teaching | None = None,
+        heard: Callable[[torch.Tensor], None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        if kept is None:
+        if kept is None and teaching is None and heard is None:
             with _reading(read):
                 return original(model, *args, **kwargs)
         tokens = kwargs.pop("shift_labels")
-        heard: list[torch.Tensor] = []
-        with _reading(read, heard):
+        hidden: list[torch.Tensor] = []
+        with _reading(read, hidden):
             outputs = original(model, *args, shift_labels=tokens[:, :1], **kwargs)
-        return head(model, heard[0], tokens[0], kept, outputs)
+        if heard is None:
+            return head(model, hidden[0], tokens[0], kept, outputs, teaching)
+        heard(hidden[0])
+        return outputs
 
     base.forward = MethodType(forward, base)
     base.base_model.register_forward_hook(_select)
@@ -134,6 +150,7 @@ class PackedForward:
         multiple: int = 1,
     ) -> None:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
+        self._head = kept_head
         self._takes_positions, self._reader = takes_position_ids(base), reader_of(base)
         if selects:
             select_before_head(base, kept_head)
@@ -148,6 +165,7 @@ class PackedForward:
         paths: Paths | None = None,
         kept: KeptSets | None = None,
         images: BatchImages | None = None,
+        taught: Taught | None = None,
     ) -> Forward:
         """Wrap ``model`` for TRL's ``_get_per_token_logps_and_entropies``.
 
@@ -159,6 +177,7 @@ class PackedForward:
             paths: The rows that are read. Default: prompt and completion of each episode.
             kept: The sets of the (B * T,) completion tokens that the policy is renormalised over. Default: all tokens.
             images: The images of the episodes. Their rows are not packed.
+            taught: A teacher whose distributions are compared with the model's in the same pass.
 
         Raises:
             ValueError: For sets with a model that adds virtual tokens.
@@ -186,15 +205,55 @@ class PackedForward:
                 inputs["value_positions"], order = _value_positions(cells, rows.mask, trie, paths)
             if kept is not None:
                 inputs["kept"] = kept.at(rows.completion_places(len(kept.sizes)))
+            if taught is not None:
+                inputs["teaching"] = taught.teaching
             with self._showing(images, rows.mask, paths) as more:
                 inputs |= more
                 outputs = self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs)
             if cells is not None:
                 assert values is not None
                 values.heard(_in_order(outputs.state_values, order, cells))
+            if taught is not None:
+                taught.heard(outputs.divergence)
             return outputs
 
         return forward
+
+    def teaching(
+        self,
+        model: Forward,
+        base: PreTrainedModel,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        scored: torch.Tensor,
+        *,
+        pack: Pack | None,
+        paths: Paths | None,
+        forward: bool,
+    ) -> Teaching:
+        """Read a teacher's hidden states before the tokens ``scored`` (B, T), without gradient.
+
+        Args:
+            model: The teacher, wrapped for distributed training.
+            base: The teacher below its adapters.
+            ids: (B, L) int64, prompt and completion.
+            mask: (B, L), 1 on tokens.
+            scored: (B, T) bool.
+            pack: See :meth:`reading`.
+            paths: See :meth:`reading`.
+            forward: See :class:`~agile_trainers.packing.kept_head.Teaching`.
+        """
+        heard: list[torch.Tensor] = []
+        labels = torch.full_like(ids, -100)
+        labels[:, -scored.size(1) :] = ids[:, -scored.size(1) :].masked_fill(~scored, -100)
+        rows = _Rows.of(ids, mask, labels, paths)
+        read = torch.zeros_like(rows.mask, dtype=torch.bool)
+        read.view(-1)[rows.before] = True
+        trie = self._trie(rows.ids, rows.mask, read, pack)
+        inputs: dict[str, Any] = {"heard": heard.append, "fused_lm_head": True}
+        with torch.no_grad():
+            (self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs))
+        return Teaching(heard[0], torch.no_grad()(partial(self._head.logits, base)), forward)
 
     def values(
         self,
@@ -265,7 +324,7 @@ class PackedForward:
         inputs = {"input_ids": rows.ids, "attention_mask": rows.mask, **self._positions(rows.mask), **inputs}
         if self._selects:
             outputs = model(shift_labels=rows.tokens[None], read=rows.before, **inputs)
-            return _scattered(outputs, rows, None)
+            return outputs if "heard" in inputs else _scattered(outputs, rows, None)
         outputs = model(labels=rows.labels, **inputs)
         # Virtual tokens are in front, and the last token has no output.
         columns, width = rows.ids.size(1), outputs.log_probs.size(1)
@@ -277,12 +336,12 @@ class PackedForward:
         pairs = torch.stack([trie.nodes.view(-1)[rows.before], rows.tokens], dim=1)
         of = None
         read = pairs
-        if "kept" not in inputs:  # with sets, these would have to be the same too
+        if not {"kept", "teaching", "heard"} & inputs.keys():  # with these, what they say would have to be the same too
             pairs, of = pairs.unique(dim=0, return_inverse=True)
             read = torch.cat([pairs, pairs.new_tensor([[0, -100]]).expand(-len(pairs) % self._multiple, 2)])
         with self._attending(trie) as packed:
             outputs = model(shift_labels=read[None, :, 1], read=read[:, 0], **packed, **inputs)
-        return _scattered(outputs, rows, of)
+        return outputs if "heard" in inputs else _scattered(outputs, rows, of)
 
     @contextmanager
     def _attending(self, trie: Trie) -> Iterator[dict[str, torch.Tensor]]:
@@ -408,8 +467,8 @@ def _scattered(outputs: Any, rows: _Rows, of: torch.Tensor | None) -> FusedCausa
         rows: R tokens of them are scored.
         of: (R,) int64, the entry of each in the flattened output. Default: the same order.
     """
-    for name in ("log_probs", "entropy"):
-        found = getattr(outputs, name)
+    for name in ("log_probs", "entropy", "divergence"):
+        found = getattr(outputs, name, None)
         if found is not None:
             found = found.flatten() if of is None else found.flatten().index_select(0, of.to(found.device))
             zeros = found.new_zeros(rows.shape[0] * rows.shape[1])

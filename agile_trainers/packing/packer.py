@@ -15,8 +15,8 @@ from transformers.utils import logging
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import BLOCK
-from agile_trainers.packing.forward import BatchImages, Forward, PackedForward, ValueReading
-from agile_trainers.packing.kept_head import KeptHead
+from agile_trainers.packing.forward import BatchImages, Forward, PackedForward, Taught, ValueReading
+from agile_trainers.packing.kept_head import KeptHead, Teaching
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import same_up_to, takes_position_ids
@@ -211,11 +211,21 @@ class Packer:
         paths: Paths | None = None,
         kept: KeptSets | None = None,
         images: BatchImages | None = None,
+        taught: Taught | None = None,
     ) -> Forward:
         """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
         pack = self._pays if self.packs else None
         return self._forward(model).reading(
-            model, scored, pack=pack, values=values, paths=paths, kept=kept, images=images
+            model, scored, pack=pack, values=values, paths=paths, kept=kept, images=images, taught=taught
+        )
+
+    def teaching(self, model: Forward, part: Batch, scored: torch.Tensor, *, forward: bool) -> Teaching:
+        """Read a teacher's hidden states before the tokens ``scored`` (B, T); see :meth:`PackedForward.teaching`."""
+        base = base_model(self._accelerator.unwrap_model(model, keep_torch_compile=False))
+        ids, mask = read_inputs(part).values()
+        pack = self._pays if self.packs else None
+        return self._forwards[id(base)].teaching(
+            model, base, ids, mask, scored, pack=pack, paths=paths_of(part), forward=forward
         )
 
     def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:

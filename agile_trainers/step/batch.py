@@ -22,6 +22,7 @@ from agile_trainers.step.drift import corrected_drift, mismatch_weights, weights
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
 from agile_trainers.step.play import PlayedGroups
+from agile_trainers.step.teacher import Teacher
 from agile_trainers.train_batch import TrainBatch, own_rows
 from agile_trainers.types import TurnBatch
 
@@ -175,6 +176,7 @@ class BatchMaker:
         credit: Assigns credit.
         critic: The critic, or a :class:`NoCritic`.
         snapshots: The adapters of earlier policies, with ``batches_ahead``.
+        teacher: The teacher, if there is one.
         add_metrics: Takes metrics to log.
         skips_zero_advantage: True if episodes without advantage are left out of the forward passes.
     """
@@ -187,12 +189,13 @@ class BatchMaker:
         credit: CreditAssignment,
         critic: Critic | NoCritic,
         snapshots: Snapshots | None,
+        teacher: Teacher | None,
         add_metrics: Callable[[Mapping[str, float]], None],
         *,
         skips_zero_advantage: bool,
     ) -> None:
         self._args, self._accelerator, self._passes = args, accelerator, passes
-        self._credit, self.critic, self.snapshots = credit, critic, snapshots
+        self._credit, self.critic, self.snapshots, self._teacher = credit, critic, snapshots, teacher
         self._add_metrics, self.skips_zero_advantage = add_metrics, skips_zero_advantage
 
     def make(self, models: Models, played: PlayedGroups, step: int, *, first_is_one: bool) -> MadeBatch:
@@ -216,6 +219,8 @@ class BatchMaker:
         own = credit.local(own_rows(self._accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         log_probs = log_probs or self.log_probs(models, batch, played.version, first_is_one, own.advantages)
         output = self.finish(batch, own, log_probs, read)
+        if self._teacher is not None:
+            self._teacher.add_columns(output, played.trajectories)
         return MadeBatch(output, log_probs, judged, credit, own.advantages, None if read is None else read.turn_values)
 
     def log_probs(

@@ -243,21 +243,27 @@ def credit_by_turn(rewards: torch.Tensor, advantages: torch.Tensor, mask: torch.
     return _means("reward", *_sums(rewards, index, mask)) | _means("advantage", *_sums(advantages, index, mask))
 
 
-class TurnEntropies:
-    """Collects the entropy of the tokens of each turn index over the micro-batches of an optimizer step."""
+class TurnMeans:
+    """Collects a value of the tokens of each turn index over the micro-batches of an optimizer step.
 
-    def __init__(self) -> None:
+    Args:
+        name: Name of the metric.
+        overall: Name of the mean over all turns. Default: it is not logged.
+    """
+
+    def __init__(self, name: str, overall: str | None = None) -> None:
+        self._name, self._overall = name, overall
         self._totals: torch.Tensor | None = None
 
-    def add(self, entropies: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(self, values: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor) -> None:
         """Add a micro-batch.
 
         Args:
-            entropies: (B, T), in nats.
+            values: (B, T).
             turn_ids: (B, T) int64, -1 outside of turns.
             mask: (B, T) bool, the tokens that count.
         """
-        new = torch.stack(_sums(entropies.detach(), turn_ids, mask & (turn_ids >= 0)))
+        new = torch.stack(_sums(values.detach(), turn_ids, mask & (turn_ids >= 0)))
         self._totals = new if self._totals is None else self._totals + new
 
     def remember(self) -> Callable[[], None]:
@@ -265,10 +271,14 @@ class TurnEntropies:
         return partial(setattr, self, "_totals", self._totals)
 
     def close(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean entropy of each turn index, ``turn/1/entropy`` and so on, over all processes, and forget it."""
+        """Return the mean of each turn index, ``turn/1/entropy`` for example, over all processes, and forget it."""
         totals = self._totals if self._totals is not None else torch.zeros(2, FIRST + 1, device=accelerator.device)
         self._totals = None
-        return _means("entropy", *accelerator.reduce(totals, reduction="sum"))
+        sums, counts = accelerator.reduce(totals, reduction="sum")
+        found = _means(self._name, sums, counts)
+        if self._overall is not None and found:
+            found[self._overall] = (sums.sum() / counts.sum()).item()
+        return found
 
 
 def _sums(values: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.ratios import pool_log_probs
+from agile_trainers.packing.forward import Taught
+from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.step.token_batches import TokenBatch
 from agile_trainers.train_batch import Batch, TrainBatch
 
@@ -25,8 +27,22 @@ class LossPass:
     """Values of the critic, from the forward pass of the loss."""
     log_probs: torch.Tensor | None = None
     """(B, T), from the forward pass of the loss."""
+    token_log_probs: torch.Tensor | None = None
+    """(B, T), the same before ratios are pooled, with gradient."""
+    teacher: torch.Tensor | Teaching | None = None
+    """The teacher's side of the rows; see :meth:`~agile_trainers.step.teacher.Teacher.read`."""
+    divergence: torch.Tensor | None = None
+    """(B, T), of the policy's distributions from the teacher's, with gradient."""
     log_ratio: torch.Tensor | None = None
     """(B, T), of the policy over the one that the update started from, pooled over turns where the loss's is."""
+
+    @property
+    def taught(self) -> Taught | None:
+        """The teacher whose distributions the forward pass is compared with, if any."""
+        if not isinstance(self.teacher, Teaching):
+            return None
+        length = self.batch.completion_ids.size(1)
+        return Taught(self.teacher, lambda values: setattr(self, "divergence", values[:, -length:]))
 
     def take(self, log_probs: torch.Tensor, pooling: Literal["mean", "sum"] | None) -> torch.Tensor:
         """Take the log-probabilities of the forward pass.
@@ -43,7 +59,7 @@ class LossPass:
             # The ratio of a token that is not scored is 1.
             log_probs = torch.where(batch.counted, log_probs, batch.old_per_token_logps)
         old = log_probs.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        self.log_probs, self.log_ratio = log_probs.detach(), log_probs.detach() - old
+        self.token_log_probs, self.log_probs, self.log_ratio = log_probs, log_probs.detach(), log_probs.detach() - old
         if pooling is None:
             return log_probs
         num_turns = int(batch.turn_ids.max()) + 1

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType, gather
 from peft import PeftModel
 from transformers.utils import logging
 
+from agile_trainers.objectives.distillation import RETURN_TO_GO
 from agile_trainers.packing.packer import Packer
 from agile_trainers.packing.trie import shared_prefixes
 from agile_trainers.paths import Paths
@@ -247,6 +248,7 @@ class TokenBatches:
             or loss_needs is not None
             or self._args.importance_sampling_level == "sequence"
             or self._args.loss_type == "vespo"
+            or (self._args.teacher is not None and self._args.teacher_gradient == RETURN_TO_GO)
             or self._args.off_policy_mask_threshold is not None
         )
 

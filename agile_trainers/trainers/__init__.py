@@ -9,6 +9,7 @@ from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm, registe
 
 if TYPE_CHECKING:
     from agile_trainers.algorithms.cispo import MultiTurnCISPOConfig
+    from agile_trainers.algorithms.distillation import MultiTurnDistillationConfig
     from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
     from agile_trainers.algorithms.gspo import MultiTurnGSPOConfig
     from agile_trainers.algorithms.ppo import MultiTurnPPOConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from agile_trainers.step.loss import LossInputs, LossOutput
     from agile_trainers.trainers.algorithms import (
         MultiTurnCISPOTrainer,
+        MultiTurnDistillationTrainer,
         MultiTurnGRPOTrainer,
         MultiTurnGSPOTrainer,
         MultiTurnPPOTrainer,
@@ -35,6 +37,8 @@ __all__ = [
     "MultiTurnCISPOConfig",
     "MultiTurnCISPOTrainer",
     "MultiTurnConfig",
+    "MultiTurnDistillationConfig",
+    "MultiTurnDistillationTrainer",
     "MultiTurnGRPOConfig",
     "MultiTurnGRPOTrainer",
     "MultiTurnGSPOConfig",
@@ -61,10 +65,11 @@ _LOADED_LATER = {
     "option": "config.options",
 }
 """The module of each name that is no algorithm's."""
-for _name in ALGORITHMS:
+for _name, _algorithm in ALGORITHMS.items():
+    _trainer = _algorithm.trainer.rpartition(":")[2]
     _LOADED_LATER |= {
-        f"MultiTurn{_name.upper()}Config": f"algorithms.{_name}",
-        f"MultiTurn{_name.upper()}Trainer": "trainers.algorithms",
+        f"{_trainer.removesuffix('Trainer')}Config": f"algorithms.{_name}",
+        _trainer: "trainers.algorithms",
     }
 
 

@@ -1,6 +1,7 @@
 """The trainers of this package: each is the multi-turn trainer with the credit rule of one algorithm."""
 
 from agile_trainers.algorithms.cispo import CISPO
+from agile_trainers.algorithms.distillation import Distillation
 from agile_trainers.algorithms.grpo import GRPO
 from agile_trainers.algorithms.gspo import GSPO
 from agile_trainers.algorithms.ppo import PPO
@@ -30,6 +31,14 @@ class MultiTurnREINFORCETrainer(REINFORCE, MultiTurnTrainer):
     on all ranks (return batch normalization, GEM: https://huggingface.co/papers/2510.01051). No groups, no critic: every
     episode may start from a state of its own. Of several environments each has statistics of its own. See
     :class:`MultiTurnTrainer` for the arguments; an environment is required.
+    """
+
+
+class MultiTurnDistillationTrainer(Distillation, MultiTurnTrainer):
+    """Distillation of a teacher over the policy's own multi-turn episodes (https://huggingface.co/papers/2306.13649).
+
+    Rewards are logged and not trained on. See :class:`MultiTurnTrainer` for the arguments; an environment and
+    ``args.teacher`` are required.
     """
 
 

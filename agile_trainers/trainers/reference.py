@@ -19,7 +19,7 @@ from agile_trainers.adapters import (
     add_reference,
     assign_parameter,
     copy_adapter,
-    load_reference,
+    load_frozen,
     restore_adapter,
     starts_elsewhere,
 )
@@ -56,7 +56,7 @@ class ReferencePolicy:
                 )
             add_reference(model)
         if saved is not None and args.keep_reference:
-            load_reference(model, saved.folders[REFERENCE])
+            load_frozen(model, REFERENCE, saved.folders[REFERENCE])
         elif args.beta != 0.0 and is_peft and (saved or starts_elsewhere(model.peft_config[POLICY])):
             # Disabling such an adapter gives another policy than the one that training starts from.
             add_reference(model)

@@ -36,6 +36,11 @@ ALGORITHMS = {
         "the same without groups, returns normalized over the batch (ReBN)",
         ("environment",),
     ),
+    "distillation": Algorithm(
+        f"{_HERE}:MultiTurnDistillationTrainer",
+        "trains on a teacher's log-probs alone, on the policy's own episodes",
+        ("environment", "teacher"),
+    ),
     "ppo": Algorithm(
         f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic", ("environment", "use_peft")
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -58,7 +58,7 @@ from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import BatchMaker
-from agile_trainers.step.credit import CreditAssignment, TurnEntropies
+from agile_trainers.step.credit import CreditAssignment, TurnMeans
 from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
 from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
@@ -67,11 +67,13 @@ from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_c
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
+from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatches, remember_attributes
 from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
+from agile_trainers.trainers.teacher import LoadedTeacher, load_teacher
 from agile_trainers.types import Picture, text_of
 
 logger = logging.get_logger(__name__)
@@ -260,7 +262,9 @@ class StepParts:
     critic: Critic | NoCritic
     batches: BatchMaker
     mismatch: MismatchMonitor
-    turn_entropies: TurnEntropies
+    teacher: Teacher | None
+    turn_means: list[TurnMeans]
+    """Values by turn index that a step logs: entropies, and the divergence from a teacher."""
     offloading: AbstractContextManager[Any]
     """Context of a step, which may keep activations in the CPU's memory."""
 
@@ -308,6 +312,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
     if args.reference_update_steps:
         trainer.add_callback(ReferenceUpdates(reference))
+    taught = None if args.teacher is None else load_teacher(args, accelerator, policy, seam.tokenizer)
     _switch_off_noise(args, accelerator, policy, trainer.ref_model)
     if args.device.type == "cpu":
         # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
@@ -315,7 +320,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     checkpoints = RunCheckpoints(trainer, seam.algorithm, trainer.environment, saved)
     stop = GracefulStop(accelerator)
     trainer.add_callback(stop)
-    step = _make_step(trainer, seam, setup, engine, saved, closing, encode)
+    step = _make_step(trainer, seam, setup, engine, saved, taught, closing, encode)
     token_ids = (seam.tokenizer.pad_token_id, trainer.eos_token_ids[0])
     measurements = PolicyMeasurements(step.log_prob_passes, accelerator, args.diagnosis_interval, token_ids)
     health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
@@ -344,6 +349,7 @@ def _make_step(
     setup: RunSetup,
     engine: RolloutEngine,
     saved: SavedAdapters | None,
+    taught: LoadedTeacher | None,
     closing: ExitStack,
     encode: Callable[[Picture], None] | None,
 ) -> StepParts:
@@ -357,7 +363,8 @@ def _make_step(
     # The last is closed first: environments end before what answers them.
     for close in (sampler.close, engine.pool.close, engine.pool.abandon):
         closing.callback(close)
-    packer = make_packer(args, accelerator, policy, trainer.ref_model, auxiliary_loss=trainer.aux_loss_enabled)
+    frozen = [model for model in (trainer.ref_model, taught and taught.model) if model is not None]
+    packer = make_packer(args, accelerator, policy, frozen, auxiliary_loss=trainer.aux_loss_enabled)
     token_batches = TokenBatches(
         args, accelerator, packer, policy, auxiliary_loss=trainer.aux_loss_enabled, metrics=seam.metrics,
         loss_needs=None if trainer.loss is None else trainer.loss_needs,
@@ -397,15 +404,21 @@ def _make_step(
         critic.unfreeze(policy)
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
+    teacher = None
+    if taught is not None:
+        teacher = Teacher(
+            args, accelerator, seam.token_log_probs, packer, taught.model,
+            adapter=taught.adapter, render=engine.chat.before, own_loss=trainer.loss is not None,
+        )  # fmt: skip
     batches = BatchMaker(
-        args, accelerator, passes, credit, critic, snapshots, seam.add_metrics,
+        args, accelerator, passes, credit, critic, snapshots, teacher, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
     )  # fmt: skip
     delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
     mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
-    turn_entropies = TurnEntropies()
+    turn_means = [TurnMeans("entropy"), *([] if teacher is None else [teacher.divergences])]
     token_batches.observers = [
-        turn_entropies.remember,
+        *(means.remember for means in turn_means),
         mismatch.meter.remember,
         critic.remember,
         partial(remember_attributes, offloading),
@@ -421,7 +434,8 @@ def _make_step(
         critic=critic,
         batches=batches,
         mismatch=mismatch,
-        turn_entropies=turn_entropies,
+        teacher=teacher,
+        turn_means=turn_means,
         offloading=offloading,
     )
 
@@ -551,6 +565,10 @@ def prepare_images(args: Any, accelerator: Accelerator, policy: Any, reference: 
     text_only = "For episodes of text, pass the processor's tokenizer as `processing_class`."
     if args.use_vllm:
         raise ValueError(f"use_vllm=True samples text, and processing_class is a processor of images. {text_only}")
+    if args.teacher is not None:
+        raise ValueError(
+            f"teacher={args.teacher!r} reads text, and processing_class is a processor of images. {text_only}"
+        )
     if args.n_gpu > 1 or accelerator.distributed_type not in (DistributedType.NO, *_WHOLE_COPIES):
         raise ValueError(
             "Images are encoded by each process with a whole copy of the model; sharded models and several GPUs in one "
@@ -704,22 +722,22 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
 
 
 def make_packer(
-    args: MultiTurnConfig, accelerator: Accelerator, policy: Any, reference: Any, *, auxiliary_loss: bool
+    args: MultiTurnConfig, accelerator: Accelerator, policy: Any, frozen: Sequence[Any], *, auxiliary_loss: bool
 ) -> Packer:
-    """Make the packer of a policy and its reference, before the policy is wrapped and gets a critic.
+    """Make the packer of a policy, its reference and its teacher, before the policy is wrapped and gets a critic.
 
     Args:
         args: The trainer's, for episodes.
         accelerator: The trainer's.
         policy: The policy.
-        reference: A frozen model; None where the reference is an adapter of the policy, its base model, or missing.
+        frozen: The frozen models beside it.
         auxiliary_loss: True if TRL adds the router's auxiliary loss.
 
     Raises:
         ValueError: With ``sequence_packing="prefix"``, if the rows of the run cannot be packed.
     """
-    # DeepSpeed has wrapped the reference by now.
-    models = [policy, *([] if reference is None else [accelerator.unwrap_model(reference)])]
+    # Accelerate has wrapped them by now.
+    models = [policy, *map(accelerator.unwrap_model, frozen)]
     reasons = {
         "the router's auxiliary loss averages over all tokens, shared ones too": auxiliary_loss,
         "rows that share tokens would share their dropout": any(is_noisy(model) for model in models),

@@ -21,7 +21,15 @@ from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, check_adapter, gathering_adapters, parent_of, restore_left_out, running
+from agile_trainers.adapters import (
+    POLICY,
+    check_adapter,
+    gathering_adapters,
+    parent_of,
+    restore_left_out,
+    running,
+    without_teacher,
+)
 from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
 from agile_trainers.adapters.untrusted import RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
@@ -44,6 +52,7 @@ from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs, Models
 from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
+from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
 from agile_trainers.trainers import setup as construction
@@ -128,6 +137,7 @@ class MultiTurnTrainer(_Trainer):
     setup: construction.RunSetup
     engine: Any = None
     critic = NoCritic()
+    teacher: Teacher | None = None
 
     _loss_pass: LossPass | None = None
     _adapter: str | None = POLICY
@@ -535,7 +545,9 @@ class MultiTurnTrainer(_Trainer):
 
     def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
+        teacher = None if self.teacher is None else self.teacher.read(model, part.batch)
         with self._handing_over(part) as handed:
+            handed.teacher = teacher
             if self.loss is None:
                 loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
             else:
@@ -553,6 +565,12 @@ class MultiTurnTrainer(_Trainer):
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
         if first is not None:
             first.add(handed.batch, handed.log_probs)
+        if self.teacher is not None:
+            progress = self.state.global_step / max(self.state.max_steps, 1)
+            loss, metrics = self.teacher.add_loss(
+                loss, handed, whole, progress, self.current_gradient_accumulation_steps
+            )
+            self._add_metrics(metrics)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss
@@ -595,18 +613,19 @@ class MultiTurnTrainer(_Trainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute as TRL does, of the tokens ``scored`` (B, T), reading ``paths`` and ``images``, over the sets ``kept``."""
-        handed, values = self._loss_pass, None
+        handed, values, taught = self._loss_pass, None, None
         if handed is not None:
             scored, paths, kept = handed.batch.counted, handed.batch.paths, kept_of(handed.inputs)
             images = batch_images(handed.inputs)
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
-        model = self.packer.reading(model, scored, values, paths, kept, images)
+            taught = handed.taught
+        model = self.packer.reading(model, scored, values, paths, kept, images, taught)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
             return log_probs, entropies, aux_loss
         batch = handed.batch
         if entropies is not None:
-            self.turn_entropies.add(entropies, batch.turn_ids, batch.counted)
+            self.turn_means[0].add(entropies, batch.turn_ids, batch.counted)
         log_probs = handed.take(log_probs, self.args.turn_ratio_pooling if self._turn_ratios else None)
         if self.mismatch.is_open:
             assert handed.log_probs is not None
@@ -625,7 +644,8 @@ class MultiTurnTrainer(_Trainer):
     @with_episodes
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
-            self._add_metrics(self.turn_entropies.close(self.accelerator))
+            for means in self.turn_means:
+                self._add_metrics(means.close(self.accelerator))
             with self.health.looking(self.state.global_step, self._metrics["train"]):
                 super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
@@ -759,7 +779,8 @@ class MultiTurnTrainer(_Trainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             self.checkpoints.describe(folder)
-        with naming_full_disk(folder), gathering_adapters(self.model, self.accelerator.state.deepspeed_plugin):
+        gathering = gathering_adapters(self.model, self.accelerator.state.deepspeed_plugin)
+        with naming_full_disk(folder), without_teacher(self.accelerator.unwrap_model(self.model)), gathering:
             # So that `Trainer` does not push: below we do, with the card, and bear a Hub that cannot be reached.
             super().save_model(output_dir, _internal_call=True)
             if self.args.should_save:

@@ -153,6 +153,20 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "clipped weights": (["ratio_clipped"], always({"cispo_clip_ratio": 0.4}), Options(loss_type="cispo")),
     "the reference is left behind": (["kl_runaway"], lambda step: {"kl": min(0.1 * step, 2.0)}, Options(beta=0.01)),
     "a distance from the reference that shrinks": ([], lambda step: {"kl": 4 - 0.1 * step}, Options(beta=0.01)),
+    "a teacher that is left behind, for worse": (
+        ["teacher_left"],
+        lambda step: {"teacher/kl": 0.1 + 0.02 * step, "success": 0.4 - 0.01 * step, "reward": 0.4 - 0.01 * step},
+        Options(),
+    ),
+    "a teacher that is left behind, for better": (
+        [], lambda step: {"teacher/kl": 0.1 + 0.02 * step, "success": min(0.4 + 0.01 * step, 0.9)}, Options(),
+    ),
+    "a teacher that is followed, for worse": (
+        ["worse_than_start"],
+        lambda step: {"teacher/kl": 0.9 - 0.02 * step, "success": 0.4 - 0.01 * step, "reward": 0.4 - 0.01 * step},
+        Options(),
+    ),
+    "a teacher alone": ([], always(ZERO), Options(rewarded=False)),
     "a critic that learns nothing": (["value_not_learning"], always({"value/error": 1.0}), Options(has_critic=True)),
     "a critic that says the mean": ([], always({"value/error": 0.5}), Options(has_critic=True)),
     "a critic that catches up": ([], falling("value/error", 0.1, over=15, **{"value/spread": 0.3}),

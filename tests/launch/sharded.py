@@ -28,7 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.1, "reference_adapter": True, "importance_sampling_level": "turn"},
     "grpo-full": {"lora": False},
     "ppo": {"beta": 0.1, "gradient_checkpointing": True},
-}
+    "taught": {
+        "environment": "games:Hinting", "teacher": "policy", "teacher_hint": "hint", "num_generations": 2,
+        "teacher_gradient": "distribution_reverse", "gradient_checkpointing": True,
+    },
+}  # fmt: skip
 
 
 def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:

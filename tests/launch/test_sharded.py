@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.launch
 SCRIPT = Path(__file__).with_name("sharded.py")
 ROOT = SCRIPT.parents[2]
-CASES = ("grpo", "grpo-full", "ppo")
+CASES = ("grpo", "grpo-full", "ppo", "taught")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capfd: p
     scores = {}
     for name in ("transformers", "vllm"):
         lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = make_trainer(str(tmp_path / "sft"), tmp_path / name, 0, BUDGET, lora)
+        trainer = make_trainer(
+            str(tmp_path / "sft"), tmp_path / name, 0, BUDGET, lora, num_iterations=1, entropy_coef=0.08
+        )
         if name == "vllm":
             args = copy.copy(trainer.args)
             args.use_vllm = True

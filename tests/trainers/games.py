@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 from agile_trainers.envs.context import Context, Question
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import (
+    MultiTurnDistillationConfig,
+    MultiTurnDistillationTrainer,
     MultiTurnGRPOConfig,
     MultiTurnGRPOTrainer,
     MultiTurnREINFORCEConfig,
@@ -29,6 +31,7 @@ from agile_trainers.types import Message
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {
+    "distillation": (MultiTurnDistillationTrainer, MultiTurnDistillationConfig),
     "grpo": (MultiTurnGRPOTrainer, MultiTurnGRPOConfig),
     "reinforce": (MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig),
 }
@@ -50,6 +53,20 @@ class Long(Chatter):
         observation = super().reset(seed, options)
         self.length = 4
         return observation
+
+
+class Hinting(Long):
+    """The same, which names a hint with its second step; an episode of an odd seed has none."""
+
+    hint = "say something"
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.hints = (seed or 0) % 2 == 0
+        return super().reset(seed, options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        *others, info = super().step(action)
+        return *others, info | ({"hint": self.hint} if self.hints and self.turn == 2 else {})
 
 
 class Uneven(Chatter):

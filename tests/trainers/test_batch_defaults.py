@@ -90,7 +90,8 @@ def test_an_update_sees_eight_groups(
 @pytest.mark.parametrize(
     ("algorithm", "options", "accumulated", "generated"),
     [
-        *[(algorithm, {}, 8, 64) for algorithm in ALGORITHMS],
+        *[(algorithm, {}, 8, 64) for algorithm in ALGORITHMS if algorithm != "distillation"],
+        ("distillation", {"teacher": "folder"}, 8, 64),
         ("grpo", {"per_device_train_batch_size": 4, "num_generations": 4}, 8, 32),
         ("grpo", {"gradient_accumulation_steps": 2}, 2, 16),
         ("grpo", {"generation_batch_size": 32}, 1, 32),

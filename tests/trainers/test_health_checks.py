@@ -75,7 +75,7 @@ def test_prompt_information_needs_a_square(shape: tuple[int, int]) -> None:
 def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
     """Values of a step are averaged; those of earlier steps, which wait for a log, are not taken again."""
     options = SimpleNamespace(
-        has_critic=False, loss_type="grpo", importance_sampling_level="token", task_sampling="uniform",
+        has_critic=False, rewarded=True, loss_type="grpo", importance_sampling_level="token", task_sampling="uniform",
         shuffle_dataset=True, generation_batch_size=8, num_generations=4,
     )  # fmt: skip
     checks = HealthChecks(options, SimpleNamespace(state=dict), speaks=False)

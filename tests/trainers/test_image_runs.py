@@ -200,3 +200,5 @@ def test_what_samples_text_alone_is_refused():
     """vLLM is not installed where this runs, so that the trainer's constructor would say that first."""
     with pytest.raises(ValueError, match=r"use_vllm=True samples text, .* pass the processor's tokenizer"):
         prepare_images(SimpleNamespace(use_vllm=True), None, None, None)
+    with pytest.raises(ValueError, match=r"teacher='runs/t' reads text, .* pass the processor's tokenizer"):
+        prepare_images(SimpleNamespace(use_vllm=False, teacher="runs/t"), None, None, None)

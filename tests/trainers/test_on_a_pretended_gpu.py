@@ -107,6 +107,17 @@ STEPS: dict[str, tuple[str, dict[str, Any], int]] = {
     "scored": ("grpo", {"sequence_packing": "none", "beta": 0.1, "num_iterations": 2}, 102),
     "truncated": ("grpo", {"sequence_packing": "none", "top_p": 0.9, "max_logprob_gap": 1.0}, 106),
     "in passes": ("grpo", {"sequence_packing": "none", "max_tokens_per_micro_batch": 150}, 130),
+    "taught": ("grpo", {"sequence_packing": "none", "teacher": "policy", "teacher_hint": "hint"}, 98),
+    "taught, packed": (
+        "grpo",
+        {
+            "sequence_packing": "prefix",
+            "teacher": "policy",
+            "teacher_hint": "hint",
+            "teacher_gradient": "distribution_reverse",
+        },
+        108,
+    ),
     "ppo": ("ppo", {"sequence_packing": "none"}, 106),
     "ppo, packed": ("ppo", {"sequence_packing": "prefix"}, 124),
     "critic_layers": ("ppo", {"sequence_packing": "none", "critic_layers": 1}, 98),
@@ -129,6 +140,8 @@ def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
         said = {token for episode in episodes for token in episode.completion_ids}
         removed = without([next(token for token in range(5, 400) if token not in said)])
         episodes = [replace(one, kept=[removed] * len(one.completion_ids)) for one in episodes]
+    if "teacher" in options:
+        episodes = [replace(one, reset_info={"hint": "say " * n} if n else {}) for n, one in enumerate(episodes)]
     trainer.update(episodes)  # compares packed with padded rows, and measures what the health checks start from
     gpu.waits.clear()
     trainer.update(episodes)

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from games import make_trainer
 
-from agile_trainers.step.credit import TurnEntropies, credit_by_turn
+from agile_trainers.step.credit import TurnMeans, credit_by_turn
 
 
 def test_means_are_over_the_episodes_that_reached_the_turn() -> None:
@@ -23,7 +23,7 @@ def test_means_are_over_the_episodes_that_reached_the_turn() -> None:
 
 
 def test_entropy_is_over_tokens_of_all_micro_batches_and_forgotten() -> None:
-    entropies = TurnEntropies()
+    entropies = TurnMeans("entropy")
     turn_ids = torch.tensor([[0, 0, -1, 1]])
     entropies.add(torch.tensor([[1.0, 2.0, 50.0, 4.0]]), turn_ids, torch.tensor([[True, True, True, True]]))
     entropies.add(torch.tensor([[6.0, 50.0, 50.0, 50.0]]), turn_ids, torch.tensor([[True, False, False, False]]))

@@ -12,7 +12,7 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
           "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
           "return/answers_cut", "episodes_played", "rewrites/context", "rewrites/questions", "tokens_read_again",
-          "drift/kl", "drift/masked",
+          "drift/kl", "drift/masked", "teacher/kl", "turn/3/teacher_kl",
 ]  # fmt: skip
 
 
@@ -54,6 +54,24 @@ CASES = {
         "environment": {"long": "games:Long", "one": "games:OneTurn"},
         "history": {"long": "games:takes_notes", "one": "full"},
         "max_turns": 6,
+        "num_generations": 2,
+        "max_steps": 2,
+    },
+    # Hints of other lengths on each rank, and none for some episodes; the divisor is the sum of the weights of all.
+    "taught": {
+        "environment": {"hinting": "games:Hinting", "one": "games:OneTurn"},
+        "teacher": "policy",
+        "teacher_hint": "hint",
+        "teacher_turn_decay": 0.5,
+        "num_generations": 2,
+        "max_steps": 2,
+    },
+    "taught-distributions": {
+        "environment": {"hinting": "games:Hinting", "one": "games:OneTurn"},
+        "teacher": "policy",
+        "teacher_hint": "hint",
+        "teacher_gradient": "distribution_forward",
+        "max_tokens_per_micro_batch": 60,
         "num_generations": 2,
         "max_steps": 2,
     },

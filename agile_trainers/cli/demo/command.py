@@ -85,13 +85,18 @@ def make_sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SF
 
 
 def make_trainer(
-    model: str | PeftModel, output: Path, seed: int, budget: Budget, peft_config: LoraConfig | None = None
+    model: str | PeftModel,
+    output: Path,
+    seed: int,
+    budget: Budget,
+    peft_config: LoraConfig | None = None,
+    **changes: Any,
 ) -> MultiTurnGRPOTrainer:
-    """Make the multi-turn GRPO trainer of the demo."""
+    """Make the multi-turn GRPO trainer of the demo; ``changes`` are options that differ."""
     trainer = MultiTurnGRPOTrainer(
         model=model,
         environment=ENVIRONMENT,
-        args=make_arguments(output, seed, budget),
+        args=make_arguments(output, seed, budget, **changes),
         train_dataset=secrets(),
         eval_dataset=secrets(),
         peft_config=peft_config,
@@ -105,31 +110,25 @@ def secrets() -> Dataset:
     return Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
 
 
-def make_arguments(output: Path, seed: int, budget: Budget) -> MultiTurnGRPOConfig:
-    """Make the configuration of the demo's trainer, which plays each secret ``GROUP`` times in every update."""
-    return MultiTurnGRPOConfig(
-        output_dir=str(output),
-        max_turns=GUESSES,
-        max_new_tokens=2,
-        advantage_granularity="trajectory",
-        num_generations=GROUP,
-        per_device_train_batch_size=GROUP * HIGH,
-        max_steps=budget.rl_steps,
-        num_eval_episodes=budget.eval_episodes,
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        entropy_coef=0.08,  # without it, the policy becomes deterministic early and misses one or two secrets
-        entropy_coef_schedule="linear",
-        beta=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        seed=seed,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+def make_arguments(output: Path, seed: int, budget: Budget, **changes: Any) -> MultiTurnGRPOConfig:
+    """Make the configuration of the demo's trainer, which plays each secret ``GROUP`` times in every batch.
+
+    Args:
+        output: Folder of the run.
+        seed: Its seed.
+        budget: Numbers of updates and games.
+        changes: Options that differ.
+    """
+    options: dict[str, Any] = {
+        "output_dir": str(output), "max_turns": GUESSES, "max_new_tokens": 2, "advantage_granularity": "trajectory",
+        "num_generations": GROUP, "per_device_train_batch_size": GROUP * HIGH, "max_steps": budget.rl_steps,
+        "num_iterations": 2,  # half of the games of one update each
+        "num_eval_episodes": budget.eval_episodes, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
+        "entropy_coef": 0.03,  # without it, the policy becomes deterministic early and misses one or two secrets
+        "entropy_coef_schedule": "linear", "beta": 0.0, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
+        "seed": seed, "save_strategy": "no", "report_to": "none", "logging_steps": 1, "disable_tqdm": True,
+    }  # fmt: skip
+    return MultiTurnGRPOConfig(**{**options, **changes})
 
 
 def lora() -> LoraConfig:

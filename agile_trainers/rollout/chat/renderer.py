@@ -208,6 +208,13 @@ class ChatRenderer:
         assert self._pictures is not None
         return self._escaper.encode(self._pictures.expanded(text, pictures))
 
+    def before(self, text: str) -> list[int]:
+        """Render a user message that stands before a whole conversation, whose ids stay as they are."""
+        messages = _as_messages(text)
+        if self.chat_template is None:
+            return self._bos() + self._escaper.encode(self._escaper.hide(messages)[0]["content"] + _PARTING)
+        return self._escaper.encode(self._render(self._escaper.hide(messages), False))
+
     def with_tools(self, tools: list[dict[str, Any]]) -> ChatRenderer:
         """Return the renderer of conversations that begin with these tools.
 

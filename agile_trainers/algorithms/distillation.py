@@ -1,0 +1,54 @@
+"""Multi-turn distillation: a teacher on the policy's own episodes, and no reward."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from agile_trainers.config.multi_turn import MultiTurnConfig
+from agile_trainers.config.options import option, with_args
+from agile_trainers.config.rules import Rule
+from agile_trainers.step.credit import Credit, CreditInputs
+
+
+@with_args
+@dataclass
+class MultiTurnDistillationConfig(MultiTurnConfig):
+    """Configuration of :class:`MultiTurnDistillationTrainer`: the shared options, of which `teacher` is required."""
+
+    groupless: ClassVar[bool] = True
+    rewarded: ClassVar[bool] = False
+
+    num_generations: int = option(1, "Always 1; there are no groups.")
+
+    episode_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("teacher",),
+            lambda args, value: value is not None,
+            "Distillation needs a teacher: set teacher to the folder or Hub id of an adapter or a model, or to 'policy' "
+            "with teacher_hint.",
+        ),
+        Rule(
+            ("gamma", "whiten_advantages", "advantage_clip_range", "scale_rewards"),
+            lambda args, value: False,
+            "{name}={value!r} has no effect: distillation does not train on rewards. Leave {name} unset, or pass teacher to "
+            "another algorithm.",
+            when_set=True,
+        ),
+    )
+
+
+class Distillation:
+    """The credit rule of :class:`MultiTurnDistillationTrainer`: none, the teacher's part of the loss is all."""
+
+    args: Any
+    _name = "Multi-turn distillation"
+    _tag_names: ClassVar[list[str]] = ["trl", "distillation", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "id": "2306.13649",
+    }
+    config_class = MultiTurnDistillationConfig
+
+    def assign_credit(self, turns: CreditInputs) -> Credit:
+        return Credit(torch.zeros_like(turns.rewards), {})
