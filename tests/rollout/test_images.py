@@ -44,6 +44,8 @@ NEED_VIDEOS = ("qwen", "smolvlm")
 def made(name: str) -> tuple[Any, Any]:
     if name.startswith(NEED_VIDEOS):
         pytest.importorskip("torchvision")
+    if name == "smolvlm":
+        pytest.importorskip("num2words")
     model, processor = make_image_model(name)
     prepare_for_images(model)
     return model.eval(), processor
