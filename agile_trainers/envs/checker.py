@@ -197,7 +197,10 @@ def _validate_observation(observation: Any, method: str) -> Observation:
             except ImageError as error:
                 raise EnvironmentProtocolError(f"{method} returned message {index} with a bad part: {error}") from error
             texts = [{**part, "text": plain_text(part["text"])} if "text" in part else part for part in parts]
-            messages.append({**_plain_message({**message, "content": ""}), "content": texts})
+            # Parts of text alone are a text, which every model reads.
+            alone = all("text" in part for part in texts)
+            content = "".join(part["text"] for part in texts) if alone else texts
+            messages.append({**_plain_message({**message, "content": ""}), "content": content})
             continue
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(

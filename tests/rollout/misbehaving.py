@@ -703,7 +703,7 @@ KINDS: dict[str, Kind] = {
     "context never ends": Kind("context", made(lambda: EndlessList(user("go"))), sound=True, where=HERE),
     "context ends with an answer": Kind("context", returning([*user("go"), {"role": "assistant", "content": "a"}])),
     "context of a list of text": Kind("context", returning(["go"])),
-    "context of parts": Kind("context", returning(user([{"type": "text", "text": "go"}]))),
+    "context of an unknown part": Kind("context", returning(user([{"type": "audio"}]))),
     "context without role": Kind("context", returning([{"content": "go"}])),
     "context of an unknown role": Kind("context", returning([{"role": "narrator", "content": "a"}]), sound=True),
     "context with a system message in the middle": Kind(
@@ -765,7 +765,8 @@ KINDS: dict[str, Kind] = {
     "no message": Kind("reset", returning(([], {}))),
     "message without role": Kind("reset", returning(([{"content": "go"}], {}))),
     "message without content": Kind("reset", returning(([{"role": "user"}], {}))),
-    "message with list content": Kind("reset", returning((user([{"type": "text", "text": "go"}]), {}))),
+    "message with an unknown part": Kind("reset", returning((user([{"type": "audio"}]), {}))),
+    "message of parts of text": Kind("reset", returning((user([{"type": "text", "text": "go"}]), {})), sound=True),
     "message with content None": Kind("reset", returning((user(None), {}))),
     "message with a number as role": Kind("reset", returning(([{"role": 1, "content": "go"}], {}))),
     "prompt ends with the model's message": Kind("reset", returning(([{"role": "assistant", "content": "a"}], {}))),

@@ -10,7 +10,8 @@ from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 
 from agile_trainers.objectives.kl import token_kl_penalty
 
-ABSENT = ("path_ids", "path_lengths", "places", "kept_words", "kept_sizes")  # one path each, and no filters
+# One path each, no filters, no images.
+ABSENT = ("path_ids", "path_lengths", "places", "kept_words", "kept_sizes", "image_features", "image_places")
 
 
 def moved(trainer):

@@ -114,12 +114,14 @@ def test_the_checker_reports_what_close_does(monkeypatch: pytest.MonkeyPatch) ->
     assert any("SystemExit: step" in error for error in check_environment(Leaving).errors)
 
 
-def test_a_message_with_list_content_is_refused_where_it_is_given(embedded_model: Path, tmp_path: Path) -> None:
+def test_an_unknown_part_of_a_message_is_refused_where_it_is_given(embedded_model: Path, tmp_path: Path) -> None:
     class Parts(Chatter):
         def step(self, action: str) -> Any:
-            return [{"role": "user", "content": [{"type": "text", "text": "a"}]}], 0.0, True, False, {}
+            return [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}], 0.0, True, False, {}
 
-    with pytest.raises(EnvironmentProtocolError, match=r"Parts(?s:.*)step\(\) returned message 0 with a list"):
+    with pytest.raises(
+        EnvironmentProtocolError, match=r"Parts(?s:.*)step\(\) returned message 0 with a bad part.*type='audio'"
+    ):
         make_trainer(embedded_model, tmp_path, environment=Parts)
 
 
