@@ -32,6 +32,8 @@ ALLOWED = (
 """What a run may leave outside of its ``output_dir``."""
 if find_spec("verifiers"):
     ALLOWED += ("home/.cache/verifiers*", "home/.cache/uv*", "tmp/uv-*.lock")  # programs of its harnesses
+if find_spec("minisweagent"):
+    ALLOWED += ("home/.config/mini-swe-agent*",)  # it makes this folder when it is imported
 if find_spec("vllm"):
     ALLOWED += ("tmp/torchelastic_*",)  # logs of PyTorch's launcher
     # Its cache, and the sockets of its servers; and what trainers leave that tests kill.
