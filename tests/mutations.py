@@ -1577,6 +1577,10 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k begin_and_end_nothing",
     ),
     Mutation(
+        "parts of text need a processor", "envs/checker.py",
+        'all("text" in part for part in texts)', "False", "tests/rollout/test_misbehaving.py -k inline",
+    ),
+    Mutation(
         "what a message holds is the environment's own", "envs/checker.py",
         "    if len(texts) == len(message):\n", "    return dict(message)\n    if len(texts) == len(message):\n",
         "tests/rollout/test_history.py -k nested_values",

@@ -93,16 +93,17 @@ class Pictures:
         import PIL.Image
 
         images = [PIL.Image.new("RGB", size) for size in ((64, 64), (128, 64))]
-        alone = [self._run([image])["input_ids"][0].tolist() for image in images]
-        if self._run(images)["input_ids"][0].tolist().count(self._token_id) != sum(
-            ids.count(self._token_id) for ids in alone
-        ):
+        together, *alone = (
+            self._run(shown)["input_ids"][0].tolist().count(self._token_id)
+            for shown in (images, *([image] for image in images))
+        )
+        if together != sum(alone):
             raise ValueError(
                 f"{type(self._processor).__name__} writes other placeholders for an image when another is beside it: an "
                 "earlier turn would change when the next image is shown. Choose another model, or pass the processor's "
                 "tokenizer as `processing_class` for episodes of text."
             )
-        if not alone[0].count(self._token_id):
+        if not alone[0]:
             raise ValueError(
                 f"{type(self._processor).__name__} writes no placeholder (token {self._token_id}) for an image."
             )
