@@ -20,11 +20,9 @@ pytestmark = pytest.mark.gpu
 NEEDS = {"4bit": "bitsandbytes", "liger": "liger_kernel", "compile": "triton"}
 
 
-def _train(
-    machine: Any, model: Any, folder: Any, algorithm: str, quantized: bool = False, environment: Any = Chatter, **changes: Any
-) -> Any:
+def _train(machine: Any, model: Any, folder: Any, algorithm: str, quantized: bool = False, **changes: Any) -> Any:
     """Three steps in bf16, from weights in bf16, with LoRA; the log of each."""
-    trainer_class = find_algorithm(algorithm)
+    trainer_class, environment = find_algorithm(algorithm), changes.pop("environment", Chatter)
     options: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": machine.tiny, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"},
         "max_turns": 3, "max_new_tokens": 6, "stop_strings": list("aeiou01234 !"), "per_device_train_batch_size": 8,
@@ -82,10 +80,10 @@ def test_images(machine, figures, tmp_path, kind):
     _note(figures, _train(machine, tmp_path / "model", tmp_path, "grpo", environment=Gallery))
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["4bit", "liger", "compile", "offload", "checkpoints", "reference", "whole", "truncated", "ahead", "history", "teacher"],
-)
+OPTIONS = "4bit liger compile offload checkpoints reference whole truncated ahead history teacher".split()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_an_option(machine, figures, embedded_model, tmp_path, option):
     if option in NEEDS and importlib.util.find_spec(NEEDS[option]) is None:
         pytest.skip(f"{NEEDS[option]} is not installed")
