@@ -80,7 +80,19 @@ def test_images(machine, figures, tmp_path, kind):
     _note(figures, _train(machine, tmp_path / "model", tmp_path, "grpo", environment=Gallery))
 
 
-OPTIONS = "4bit liger compile offload checkpoints reference whole truncated ahead history teacher".split()
+OPTIONS = (
+    "4bit",
+    "liger",
+    "compile",
+    "offload",
+    "checkpoints",
+    "reference",
+    "whole",
+    "truncated",
+    "ahead",
+    "history",
+    "teacher",
+)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
