@@ -171,6 +171,7 @@ RUNS: dict[str, Run] = {
     "healthy, probe two inputs": Run(steps=60, probe="two_inputs"),
 }
 LAPTOP: dict[str, Any] = {
+    "num_iterations": 1,
     "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
     "logging_steps": 1, "disable_tqdm": True, "log_rollouts": False, "lr_scheduler_type": "constant",
 }  # fmt: skip

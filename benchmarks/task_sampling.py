@@ -138,6 +138,7 @@ def mixed(seed: int, arm: str) -> Run:
             environment=lambda: Game(max_turns=GUESSES),
             args=MultiTurnGRPOConfig(
                 output_dir=f"{folder}/rl",
+                num_iterations=1,
                 **MIXED_ARMS[arm],
                 max_turns=GUESSES,
                 max_new_tokens=2,

@@ -1888,12 +1888,23 @@ MUTATIONS = [
         "size >= 2 * said", "size >= said", DIAGNOSIS,
     ),
     Mutation(
-        "starts are lost where many fail", "evaluation/diagnosis.py", "unsolved < LOST * (1 - success)", "unsolved == 0", DIAGNOSIS,
+        "starts are lost where many fail", "evaluation/diagnosis.py",
+        "unsolved < LOST * (1 - success)", "unsolved == 0", DIAGNOSIS,
     ),
     Mutation(
         "starts are lost while the policy learns them", "evaluation/diagnosis.py",
-        'if history.rises("success"):\n        return None  # the policy may', "if False:\n        return None  # the policy may",
+        'if history.rises("success"):\n        return None  # the policy may',
+        "if False:\n        return None  # the policy may",
         DIAGNOSIS,
+    ),
+    Mutation(
+        "an update without a rollout shows no success", "monitor/progress.py", "self._batch = {**values}", "pass",
+        "tests/test_cli.py -k trains_and_saves_an_adapter",
+    ),
+    Mutation(
+        "a batch is trained on once by default", "algorithms/grpo.py",
+        "iterations: ClassVar[int] = 4", "iterations: ClassVar[int] = 1",
+        "tests/trainers/test_batch_defaults.py -k updates_of_a_batch",
     ),
     Mutation(
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,

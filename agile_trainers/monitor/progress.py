@@ -17,7 +17,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_in_notebook
 
-from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
+from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values, with_batch
 
 PROGRESS = ("table", "wide", "dicts")
 """Values of ``--progress``: our table, the same with all columns, or the output of transformers."""
@@ -69,6 +69,7 @@ class ProgressTable(ProgressCallback):
         self._view: View | None = None
         self._started, self._last = time.monotonic(), 0
         self._measured: dict[str, float] = {}
+        self._batch: dict[str, float] = {}
 
     def close(self) -> None:
         """End the output of a run that is over or was interrupted."""
@@ -78,7 +79,7 @@ class ProgressTable(ProgressCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
-        self._started, self._last, self._measured = time.monotonic(), state.global_step, {}
+        self._started, self._last, self._measured, self._batch = time.monotonic(), state.global_step, {}, {}
         self._view = self._open(args, state)
         if self._view is not None:
             self._view.begin(state)
@@ -93,6 +94,9 @@ class ProgressTable(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         values, name = row_values(logs or {}, wide=self._wide)
+        if values and not name:
+            values = with_batch(values, self._batch, wide=self._wide)
+            self._batch = {**values}
         view, outside = self._view, self._view is None
         if outside and name:
             view = self._open(args, state)
