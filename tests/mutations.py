@@ -199,7 +199,7 @@ MUTATIONS = [
         "tests/test_cli_check_server.py -k runs",
     ),
     Mutation(
-        "the plan's server gets the GPUs of the trainer", "cli/check/server.py",
+        "the plan's server gets the GPUs of the trainer", "cli/check/memory_plan.py",
         "range(launch.processes), list(map(str, range(gpus)))", "range(0), list(map(str, range(gpus)))",
         "tests/test_cli_check_server.py -k runs",
     ),
@@ -727,7 +727,7 @@ MUTATIONS = [
         f"{STARTS} -k starts",
     ),
     Mutation(
-        "TRL's reference decomposes the base again", "trainers/load_adapter.py",
+        "TRL's reference decomposes the base again", "trainers/arguments.py",
         "plain_copies(model), named:", "named:", f"{STARTS} -k already",
     ),
     Mutation(
@@ -788,13 +788,13 @@ MUTATIONS = [
         f"{DRIFT_OPTIONS} -k grpo_is_exact",
     ),
     Mutation(
-        "rewards are weighted by trained tokens alone", "step/drift.py",
+        "rewards are weighted by trained tokens alone", "step/log_probs.py",
         "log_ratio, batch.valid_mask, batch.turn_ids",
         "log_ratio, batch.valid_mask & ~batch.truncated[:, None], batch.turn_ids",
         f"{DRIFT_OPTIONS} -k without_loss",
     ),
     Mutation(
-        "rewards are weighted without the bound", "step/drift.py",
+        "rewards are weighted without the bound", "step/log_probs.py",
         "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
@@ -896,17 +896,17 @@ MUTATIONS = [
         "delta + gamma * gae_lambda * running", "delta + gamma * running", GAE,
     ),
     Mutation(
-        "KL arguments swapped in the reward", "objectives/kl.py",
+        "KL arguments swapped in the reward", "objectives/ratios.py",
         "return pool_to_turns(log_probs - reference,", "return pool_to_turns(reference - log_probs,",
         f"{ENUMERATION} -k kl_in_the_reward",
     ),
     Mutation(
-        "KL arguments swapped in the advantage", "objectives/kl.py",
+        "KL arguments swapped in the advantage", "objectives/ratios.py",
         "torch.where(turn_ids >= 0, log_probs - reference, 0.0)", "torch.where(turn_ids >= 0, reference - log_probs, 0.0)",
         f"{ENUMERATION} -k kl_in_the_advantage",
     ),
     Mutation(
-        "KL of a turn averaged over its tokens", "objectives/kl.py",
+        "KL of a turn averaged over its tokens", "objectives/ratios.py",
         'return pool_to_turns(log_probs - reference, turn_ids, turns, "sum")',
         'return pool_to_turns(log_probs - reference, turn_ids, turns, "mean")', f"{ENUMERATION} -k kl_in_the_reward",
     ),
@@ -1497,12 +1497,12 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
-        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv_sessions.py",
+        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv.py",
         "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
         "tests/envs/test_openenv_sessions.py",
     ),
     Mutation(
-        "an OpenEnv session gets no seed", "envs/libraries/openenv_sessions.py",
+        "an OpenEnv session gets no seed", "envs/libraries/openenv.py",
         "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
     ),
     Mutation(
@@ -1891,20 +1891,20 @@ MUTATIONS = [
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(
-        "noise counts as a fall", "evaluation/sequential.py", "ALPHA = 2e-3", "ALPHA = 0.1",
+        "noise counts as a fall", "evaluation/statistics.py", "ALPHA = 2e-3", "ALPHA = 0.1",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "each block of a run spends the same", "evaluation/sequential.py",
+        "each block of a run spends the same", "evaluation/statistics.py",
         "(2 * block * (block + 1) *", "(2 * 1 * (1 + 1) *",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "the start counts as exact", "evaluation/sequential.py", "(1 / batches + 1 / size)", "(1 / size)",
+        "the start counts as exact", "evaluation/statistics.py", "(1 / batches + 1 / size)", "(1 / size)",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "what was learned counts as the start", "evaluation/sequential.py",
+        "what was learned counts as the start", "evaluation/statistics.py",
         "min(means) if now < means[-1][0] else max(means)", "means[-1]", "tests/evaluation/test_sequential.py",
     ),
     Mutation(
@@ -2115,7 +2115,7 @@ MUTATIONS = [
         "tests/adapters/test_damaged_models.py -k built",
     ),
     Mutation(
-        "a reward that pays for failure passes a check", "cli/check/rewards.py",
+        "a reward that pays for failure passes a check", "cli/check/plays.py",
         "(_correlation(pairs, len(pairs)) or 0.0) >= PAID", "abs(_correlation(pairs, len(pairs)) or 0.0) >= PAID",
         "tests/test_cli_check.py -k reason_not",
     ),
@@ -2501,7 +2501,7 @@ MUTATIONS = [
         'answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER', "answer = _ANSWER", TEMPLATES,
     ),
     Mutation(
-        "gpt-oss forgets its analysis", "rollout/chat/template_repair.py",
+        "gpt-oss forgets its analysis", "rollout/chat/template_check.py",
         '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
     Mutation(

@@ -33,7 +33,7 @@ LOADED_WITH_AN_EXTRA = {
     "agile_trainers/sampling/vllm_colocated.py": "vllm",
 }
 """Files that are imported only where the packages of an extra are installed; all others import these in functions."""
-SURROUNDINGS = {"agile_trainers/monitor/notebook.py": "ipython"}
+SURROUNDINGS = {"agile_trainers/monitor/progress.py": "ipython"}
 """Files that are imported only inside a program, and its distribution, which is there then."""
 PRIVATE = {
     "adapters/roles.py": {"_active_adapter": "PEFT's setter changes requires_grad"},
@@ -59,7 +59,7 @@ PRIVATE = {
         "_scaled_dot_product_flash_attention_for_cpu": "returns the logsumexp, which the public function drops",
         "_scaled_dot_product_flash_attention_for_cpu_backward": "the same",
     },
-    "populations/processes.py": {"_shared_state": "accelerate has no public reader of whether it has begun"},
+    "populations/members.py": {"_shared_state": "accelerate has no public reader of whether it has begun"},
     "rollout/generators/vllm/engine.py": {
         "_finalizer": "vLLM's would destroy the process groups of others, and has no switch"
     },

@@ -67,14 +67,15 @@ from agile_trainers.populations.members import (
     RESULT_FORM,
     Assignment,
     Fitness,
+    Processes,
     Result,
     Rounds,
     SharedBase,
+    check_alone,
     fitness_values,
     forget_checkpoints,
     lowest_fitness,
 )
-from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.selection import (
     Schedule,
     Score,
@@ -153,7 +154,7 @@ class Population:
         quantization_config: Of the base.
         peft_config: Of each member. Leave it out where ``model`` is an adapter.
         on_trainer: Called with each trainer and its member's number before it trains, for callbacks and progress.
-        processes: Of :func:`~agile_trainers.populations.processes.split_processes`, with several processes.
+        processes: Of :func:`~agile_trainers.populations.members.split_processes`, with several processes.
 
     Raises:
         ValueError: For options in which members cannot differ, or that a population cannot use.

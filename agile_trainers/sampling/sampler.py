@@ -20,7 +20,7 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
+from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_row, fitting_rows
 from agile_trainers.rollout.generators.versions import VersionedGenerator, Versions
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy

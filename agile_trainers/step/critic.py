@@ -26,9 +26,8 @@ from agile_trainers.adapters import (
 )
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
-from agile_trainers.objectives.returns import token_gae
+from agile_trainers.objectives.returns import token_gae, value_errors
 from agile_trainers.objectives.segments import first_tokens, pool_to_turns, spread_to_tokens, turn_lengths
-from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import Credit, CreditInputs, own_turns

@@ -1,10 +1,12 @@
-"""Checks the kinds of a trainer's arguments and its folders, before anything is loaded."""
+"""Checks the kinds of a trainer's arguments and its folders, and loads the adapter that it continues."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,21 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
-from agile_trainers.adapters.loading import CONFIG, OnBase, check_model
+from agile_trainers.adapters import (
+    REFERENCE,
+    SavedAdapters,
+    explaining_scope,
+    find_adapters,
+    load_policy,
+    plain_copies,
+)
+from agile_trainers.adapters.loading import CONFIG, OnBase, check_model, load_tokenizer
+from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.config.rules import ITSELF
 from agile_trainers.imports import nearest
@@ -225,3 +238,81 @@ def _check_rewards(reward_funcs: Any) -> None:
                 "reward_funcs must be a function, the name of a reward model, or a list of these; got "
                 f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each."
             )
+
+
+# ------------------------------------------------------------------------------------- the adapter that a run continues
+
+
+logger = logging.get_logger(__name__)
+
+
+def has_adapter(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a trainer with these arguments trains an adapter."""
+    return arguments["peft_config"] is not None or isinstance(arguments["model"], PeftModel)
+
+
+def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAdapters | None]:
+    """Load the adapter that ``model`` names, if any, as the trainable policy.
+
+    Only weights are loaded. Optimizer, learning rate and sampling settings are the new configuration's.
+
+    Args:
+        arguments: Those of TRL's constructor, by name.
+
+    Returns:
+        The arguments with the loaded policy, and the saved adapters that it is from.
+
+    Raises:
+        ValueError: If the adapter cannot be continued as asked for, or an option needs one and there is none.
+    """
+    source, args, peft_config = arguments["model"], arguments["args"], arguments["peft_config"]
+    quantization, init = arguments["quantization_config"], dict(args.model_init_kwargs or {})
+    # TRL's own configuration, without an environment, has none of these options.
+    merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
+    saved = find_adapters(source, init.pop("revision", None)) if isinstance(source, str) else None
+    base = None
+    if isinstance(source, OnBase):
+        saved, base = source.adapters, source.base
+    if merge and (saved is None or peft_config is None):
+        raise ValueError(
+            "merge_lora_configs=True merges `peft_config` with the adapter that `model` is a folder or Hub id of; got "
+            f"model={source!r}, peft_config={peft_config!r}."
+        )
+    if keep and (saved is None or REFERENCE not in saved.folders):
+        raise ValueError(
+            f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
+            f"{source!r}. Leave it unset; the reference is then the loaded policy."
+        )
+    if saved is None:
+        return dict(arguments), None
+    if quantization is not None:
+        init["quantization_config"] = quantization
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        init["device_map"] = None  # as TRL does
+    init.setdefault("trust_remote_code", args.trust_remote_code)
+    zero3 = is_zero3(args.deepspeed_plugin) and quantization is None
+    model = load_policy(
+        saved,
+        base=base,
+        peft_config=peft_config,
+        merge_lora_configs=merge,
+        seed=args.seed,
+        autocast_adapter_dtype=not zero3,
+        **init,
+    )
+    logger.info("Continuing the adapter of %s on %s.", saved.source, saved.config.base_model_name_or_path)
+    args = copy.copy(args)
+    args.model_init_kwargs = None  # already used; TRL would warn that it ignores them
+    tokenizer = arguments["processing_class"] or load_tokenizer(saved, args.trust_remote_code)
+    loaded = {"model": model, "args": args, "processing_class": tokenizer}
+    return {**arguments, **loaded, "quantization_config": None, "peft_config": None}, saved
+
+
+@contextmanager
+def loading_policy(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Explain the errors of TRL's constructor inside the block, and let it copy adapters as they are."""
+    model = arguments["model"]
+    named = naming_folder(model if isinstance(model, str) else None, within=LOADERS)
+    scope = explaining_scope(getattr(arguments["args"], "lora_target_scope", None))
+    with scope, plain_copies(model), named:
+        yield

@@ -56,9 +56,15 @@ from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
 from agile_trainers.trainers import setup as construction
-from agile_trainers.trainers.arguments import check_argument_names, check_order, named_model
+from agile_trainers.trainers.arguments import (
+    check_argument_names,
+    check_order,
+    has_adapter,
+    load_adapter,
+    loading_policy,
+    named_model,
+)
 from agile_trainers.trainers.evaluation import conversations, kept_columns, rows_of
-from agile_trainers.trainers.load_adapter import has_adapter, load_adapter, loading_policy
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.types import Trajectory, TurnBatch
 

@@ -32,9 +32,11 @@ from agile_trainers.rollout.chat.template_check import (
     answers_as_sampled,
     find_rewrite,
     opening_of,
+    original_of,
     sampled_call,
+    training_templates,
+    trl_name,
 )
-from agile_trainers.rollout.chat.template_repair import original_of, training_templates, trl_name
 from agile_trainers.types import Message, Picture, images_of, parts_of
 
 _ANSWER = "agileAnswer"

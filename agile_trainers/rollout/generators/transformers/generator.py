@@ -39,13 +39,13 @@ from agile_trainers.rollout.generators.transformers.decoding import (
     CachedLineage,
     DecodingBatch,
     SampledAnswer,
+    Sampler,
     decoding_batch,
     left_pad,
     placed,
     stop_criteria,
 )
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
-from agile_trainers.rollout.generators.transformers.sampling import Sampler
 from agile_trainers.types import common_prefix, keyed
 
 logger = logging.getLogger(__name__)
