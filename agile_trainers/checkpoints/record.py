@@ -255,8 +255,8 @@ class RunCheckpoints:
         if position["position"] and not any((folder / _ROLLOUT).glob("rank-*.safetensors")):
             raise CheckpointError(
                 f"{folder} was pushed without the episodes that it was training on, and lies inside their generation batch, "
-                "so the run cannot resume exactly. Resume from a checkpoint between two batches, push with "
-                f"hub_extras=['rollouts'], or start a new run with model={str(folder)!r}."
+                "so the run cannot resume exactly. Resume from a checkpoint between two batches or from one that was not "
+                f"pushed, or start a new run with model={str(folder)!r}."
             )
         if position.get("ahead") and not any((folder / _ROLLOUT).glob("ahead-*.json")):
             raise CheckpointError(
