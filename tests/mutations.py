@@ -260,7 +260,7 @@ MUTATIONS = [
         "it.messages[len(it.rewritten) :]", "it.messages", "tests/rollout/test_asides.py -k rewritten",
     ),
     Mutation(
-        "what was thrown away is part of the conversation", "monitor/evaluation_table.py",
+        "what was thrown away is part of the conversation", "monitor/rollout_log.py",
         '"role": f"aside {number}: {message[\'role\']}"', '"role": message["role"]', "tests/rollout/test_asides.py -k asked",
     ),
     Mutation(
@@ -314,15 +314,15 @@ MUTATIONS = [
         "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
     ),
     Mutation(
-        "machines resume from a checkpoint that only the first holds", "checkpoints/machines.py",
+        "machines resume from a checkpoint that only the first holds", "checkpoints/resuming.py",
         "while len(set(steps)) > 1:", "while None in steps and len(set(steps)) > 1:", MACHINES,
     ),
     Mutation(
-        "a machine goes on although another's checkpoint is damaged", "checkpoints/machines.py",
+        "a machine goes on although another's checkpoint is damaged", "checkpoints/resuming.py",
         "answer = error", "pass", MACHINES,
     ),
     Mutation(
-        "machines that share a disk overwrite each other's files", "checkpoints/machines.py",
+        "machines that share a disk overwrite each other's files", "checkpoints/resuming.py",
         "if seen == machines and args.save_on_each_node:", "if seen > machines and args.save_on_each_node:", MACHINES,
     ),
     Mutation(
@@ -363,7 +363,7 @@ MUTATIONS = [
         f"{POPULATION}::test_the_base_is_there_once_and_never_changes",
     ),
     Mutation(
-        "a mutated learning rate reaches the schedule only", "checkpoints/resumed_options.py",
+        "a mutated learning rate reaches the schedule only", "checkpoints/resuming.py",
         'group["lr"] = group["lr"] * after / before if before else after', "pass",
         f"{POPULATION}::test_a_mutated_learning_rate_reaches_the_optimizer",
     ),
@@ -440,7 +440,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
     ),
     Mutation(
-        "two runs write into one folder", "checkpoints/machines.py",
+        "two runs write into one folder", "checkpoints/resuming.py",
         "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
     ),
     Mutation(

@@ -45,8 +45,14 @@ from agile_trainers.checkpoints.integrity import (
     set_aside,
     step_of,
 )
-from agile_trainers.checkpoints.machines import agreed_step, check_storage, locked, on_each_disk
-from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
+from agile_trainers.checkpoints.resuming import (
+    agreed_step,
+    check_storage,
+    compare_options,
+    locked,
+    on_each_disk,
+    recorded_options,
+)
 from agile_trainers.records.reader import read_rows
 from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch

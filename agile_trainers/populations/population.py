@@ -40,8 +40,7 @@ from agile_trainers.checkpoints.disclosure import (
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import push_written
-from agile_trainers.checkpoints.machines import locked
-from agile_trainers.checkpoints.resumed_options import recorded_options
+from agile_trainers.checkpoints.resuming import locked, recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered

@@ -37,14 +37,14 @@ from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import step_of
 from agile_trainers.checkpoints.model_card import RunCards
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options
+from agile_trainers.checkpoints.resuming import apply_options, optimizer_options
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries.trl_tools import from_environment_factory
-from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
+from agile_trainers.monitor.rollout_log import Evaluated, completions_table
 from agile_trainers.packing.packer import batch_images, kept_of
 from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
