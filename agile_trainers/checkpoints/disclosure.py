@@ -24,8 +24,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import RECORD, WITHHELD, read_json, write_json
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.integrity import MARKER, POSITION, keyed_digest, mark_complete
 from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import describe_environment

@@ -41,7 +41,7 @@ from tenacity import (
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
     ADAPTER_FILES,
     CARD,

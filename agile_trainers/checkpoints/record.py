@@ -21,11 +21,10 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
-from agile_trainers.adapters.loading import read_config
+from agile_trainers.adapters.loading import SavedAdapters, parent_of, read_config
 from agile_trainers.adapters.lora_settings import lora_settings
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.roles import POLICY, REFERENCE, base_model
 from agile_trainers.adapters.untrusted import check_patterns
 from agile_trainers.checkpoints.disclosure import (
     check_public,

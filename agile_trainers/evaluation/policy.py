@@ -17,11 +17,10 @@ from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import create_model_from_path
 
-from agile_trainers.adapters import POLICY, find_adapters, load_policy
 from agile_trainers.adapters.folders import RECORD, read_record
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.loading import load_tokenizer, read_weights
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.loading import find_adapters, load_policy, load_tokenizer, read_weights
+from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.adapters.untrusted import hub_file, naming_folder
 from agile_trainers.checkpoints.disclosure import with_private
 from agile_trainers.envs.base import EnvironmentFactory

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 from trl.trainer.utils import create_model_from_path
 
-from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.folders import NUMBER, RECORD, Count, Fields, read_json, write_json
-from agile_trainers.adapters.loading import OnBase, SavedAdapters, load_base, read_weights
+from agile_trainers.adapters.loading import OnBase, SavedAdapters, find_adapters, load_base, read_weights
+from agile_trainers.adapters.roles import POLICY
 from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, checkpoints, mark_complete, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation

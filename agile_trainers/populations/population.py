@@ -18,9 +18,10 @@ import numpy as np
 from huggingface_hub import CommitInfo, EvalResult
 from transformers.utils import logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE, find_adapters
 from agile_trainers.adapters.folders import Fields, read_form, write_json
+from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, lora_settings
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
     ADAPTER_FILES,

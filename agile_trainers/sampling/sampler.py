@@ -13,9 +13,9 @@ from accelerate.utils import extract_model_from_parallel
 from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
-from agile_trainers.adapters import gathered_once
 from agile_trainers.adapters.fused import cast_once
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.sharding import gathered_once
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings

@@ -15,15 +15,8 @@ from peft import PeftModel
 from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 
-from agile_trainers.adapters import (
-    CRITIC,
-    POLICY,
-    SavedAdapters,
-    belongs_to,
-    restore_adapter,
-    start_critic,
-    unfreeze,
-)
+from agile_trainers.adapters.loading import SavedAdapters, restore_adapter, start_critic
+from agile_trainers.adapters.roles import CRITIC, POLICY, belongs_to, unfreeze
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import token_gae, value_errors

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from agile_trainers.adapters import REFERENCE
+from agile_trainers.adapters.roles import REFERENCE
 from agile_trainers.objectives.drift import (
     DECISION,
     decision_weights,

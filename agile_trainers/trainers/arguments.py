@@ -20,15 +20,17 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
-from agile_trainers.adapters import (
-    REFERENCE,
+from agile_trainers.adapters.loading import (
+    CONFIG,
+    OnBase,
     SavedAdapters,
-    explaining_scope,
+    check_model,
     find_adapters,
     load_policy,
-    plain_copies,
+    load_tokenizer,
 )
-from agile_trainers.adapters.loading import CONFIG, OnBase, check_model, load_tokenizer
+from agile_trainers.adapters.lora_settings import explaining_scope, plain_copies
+from agile_trainers.adapters.roles import REFERENCE
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.other_names import OTHER_NAMES, meant

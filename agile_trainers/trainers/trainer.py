@@ -21,16 +21,10 @@ from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import (
-    POLICY,
-    check_adapter,
-    gathering_adapters,
-    parent_of,
-    restore_left_out,
-    running,
-    without_teacher,
-)
 from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
+from agile_trainers.adapters.loading import parent_of, restore_left_out
+from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teacher
+from agile_trainers.adapters.sharding import gathering_adapters
 from agile_trainers.adapters.untrusted import RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
 from agile_trainers.checkpoints.hub import HubPushes

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from trl import DPOTrainer, SFTTrainer
 
-from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
+from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
@@ -34,7 +34,8 @@ from agile_trainers.adapters.folders import (
     read_form,
     write_json,
 )
-from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.adapters.loading import find_adapters, load_policy, load_tokenizer, parent_of
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
     clean_tokenizer,
