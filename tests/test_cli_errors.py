@@ -127,7 +127,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "eval on vLLM": (["eval", "model", *GUESS, "--use_vllm"], r"pip install 'agile-trainers\[vllm\]'"),
     "eval on a device of vLLM": (["eval", "model", *GUESS, "--use_vllm", "--device", "cpu"], r"--device has no effect with --use_vllm"),
     "eval without vLLM": (["eval", "model", *GUESS, "--vllm_model_impl", "auto"], r"--vllm_model_impl has no effect without --use_vllm"),
-    "memory of eval on vLLM": (["eval", "model", *GUESS, "--use_vllm", "--vllm_gpu_memory_utilization", "2"], r"gpu_memory_utilization=2.0.*\(0, 1\]"),
     "limits of eval by name": (["eval", "model", *GUESS, "--environment_limits", '{"gess": {"max_turns": 1}}'], r"--environment_limits.*agile:guess_number.*'gess'"),
     "arguments of eval": (["eval", "model", *GUESS, "--environment_args", "easy"], r"'easy' is not JSON"),
     "temperature of eval": (["eval", "model", *GUESS, "--temperature", "0"], r"temperature.*0.*greedy"),

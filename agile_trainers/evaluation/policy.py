@@ -108,10 +108,6 @@ class VllmSampler:
     """
 
     def __init__(self, *, gpu_memory_utilization: float = 0.9, model_impl: str = "vllm") -> None:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization={gpu_memory_utilization} is a share of the GPU's memory. Choose one in (0, 1]."
-            )
         if (processes := PartialState().num_processes) > 1:
             raise ValueError(
                 f"An evaluation with vLLM runs in one process, got {processes}. Start it without accelerate launch, or "

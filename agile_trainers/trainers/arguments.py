@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
@@ -95,19 +95,6 @@ def check_argument_names(trainer: type[Any], given: Collection[str]) -> None:
             raise TypeError(f"{trainer.__name__} has no argument {name!r}{meant(name, list(parameters)) or '.'}")
 
 
-def check_order(reward_funcs: Any) -> None:
-    """Reject a configuration in the place of the reward functions, the second argument.
-
-    Raises:
-        TypeError: For a configuration.
-    """
-    if isinstance(reward_funcs, TrainingArguments):
-        raise TypeError(
-            f"reward_funcs, the second argument, is a {type(reward_funcs).__name__}. Pass the configuration by name: "
-            "args=..."
-        )
-
-
 def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Mapping[str, Any]) -> None:
     """Reject arguments of the wrong kind, and an ``output_dir`` that cannot be one.
 
@@ -120,8 +107,7 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     Raises:
         TypeError: For an argument of the wrong kind.
         ValueError: For an argument that an environment replaces, a model that cannot be found or has an adapter already, a
-            tokenizer without an end of turn, a reward function that cannot be found, or an ``output_dir`` that is a file or
-            the model's own folder.
+            tokenizer without an end of turn, or an ``output_dir`` that is a file or the model's own folder.
     """
     config = trainer.config_class
     if not isinstance(args, config):
@@ -143,7 +129,6 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     if args.teacher not in (None, ITSELF):
         check_model(args.teacher, option="teacher")
     _check_one_adapter(model, given["peft_config"])
-    _check_rewards(given["reward_funcs"])
     tokenizer = given["processing_class"]
     if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise ValueError(
@@ -224,7 +209,13 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
-def _check_rewards(reward_funcs: Any) -> None:
+def check_rewards(reward_funcs: Any) -> None:
+    """Reject reward functions that are none.
+
+    Raises:
+        TypeError: For anything else, such as a configuration in the place of the second argument.
+        ValueError: For the name of a reward model that cannot be found.
+    """
     several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     for function in several if reward_funcs is not None else []:
         if isinstance(function, str):
@@ -238,7 +229,8 @@ def _check_rewards(reward_funcs: Any) -> None:
         elif not callable(function):
             raise TypeError(
                 "reward_funcs must be a function, the name of a reward model, or a list of these; got "
-                f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each."
+                f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each. A "
+                "configuration is args=..."
             )
 
 
