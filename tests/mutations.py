@@ -204,7 +204,7 @@ MUTATIONS = [
         "tests/test_cli_check_server.py -k runs",
     ),
     Mutation(
-        "more versions decode than there are rows", "rollout/generators/versions.py",
+        "more versions decode than there are rows", "sampling/sampler.py",
         "sorted(versions.wanted())[:most]", "sorted(versions.wanted())",
         "tests/trainers/test_batches_ahead.py -k share_the_rows",
     ),
@@ -1249,20 +1249,20 @@ MUTATIONS = [
         f"{PACKED_FORWARD} -k padded_rows",
     ),
     Mutation(
-        "decoding folds each query head into another group", "rollout/generators/transformers/attention.py",
+        "decoding folds each query head into another group", "rollout/generators/transformers/generator.py",
         "query.unflatten(1, (key.size(1), -1)).squeeze(3)",
         "query.unflatten(1, (-1, key.size(1))).squeeze(3).transpose(1, 2)", f"{DECODING} -k equals_transformers",
     ),
     Mutation(
-        "decoding reads the padding", "rollout/generators/transformers/attention.py",
+        "decoding reads the padding", "rollout/generators/transformers/generator.py",
         "attn_mask=attention_mask, scale=scaling)", "attn_mask=None, scale=scaling)", f"{DECODING} -k own_attention",
     ),
     Mutation(
-        "decoding asks the device whether a mask is needed", "rollout/generators/transformers/attention.py",
+        "decoding asks the device whether a mask is needed", "rollout/generators/transformers/generator.py",
         '"allow_is_causal_skip": False', '"allow_is_causal_skip": True', f"{DECODING} -k waits",
     ),
     Mutation(
-        "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/attention.py",
+        "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/generator.py",
         """        finally:
             for config in configs:
                 config._attn_implementation = "sdpa\"""",

@@ -209,7 +209,7 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
-def check_rewards(reward_funcs: Any) -> None:
+def check_reward_functions(reward_funcs: Any) -> None:
     """Reject reward functions that are none.
 
     Raises:

@@ -52,7 +52,7 @@ from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_in
 from agile_trainers.trainers import setup as construction
 from agile_trainers.trainers.arguments import (
     check_argument_names,
-    check_rewards,
+    check_reward_functions,
     has_adapter,
     load_adapter,
     loading_policy,
@@ -182,7 +182,7 @@ class MultiTurnTrainer(_Trainer):
         self._resources = ExitStack()
         self.updates, self.hub = Updates(self), HubPushes(self)
         self._resources.callback(self.hub.close)
-        check_rewards(reward_funcs)
+        check_reward_functions(reward_funcs)
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)
