@@ -2,8 +2,8 @@
 
 Ours sets no option but those that a task states for every side: episodes of a rollout, turns and tokens of an answer
 (``learning_tasks.py``); and the rate .003. TRL's is its best of two on each task, chosen with a seed of its own. A
-training goes on to the budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and plays the
-tasks of ``learning.py`` alone.
+training goes on to the budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and
+plays the tasks of ``learning.py`` alone.
 
 Each finished training is a line of ``results/learning_suite.jsonl`` with the values of the options that were studied, and is
 not repeated: a later default is compared with an earlier one by the same lines. ``--options '{"num_iterations": 2}'`` trains

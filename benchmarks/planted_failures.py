@@ -25,7 +25,7 @@ from transformers import PrinterCallback
 
 from agile_environments.guess_number import GuessNumber, demonstrations
 from agile_environments.probes import PROBE_WORDS, PROBES
-from agile_trainers.cli.demo.command import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
+from agile_trainers.cli.demo import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.evaluation.diagnosis import METRICS
 from agile_trainers.trainers import find_algorithm

@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from agile_environments.guess_number import GuessNumber, demonstrations, random_legal_policy
 from agile_trainers import embedded
-from agile_trainers.cli.demo import command as demo
+from agile_trainers.cli import demo as demo
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 

@@ -316,8 +316,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     hub_extras: list[str] = option(
         [],
-        "Parts of the run that are pushed to the Hub besides the policy: `reference`, `critic` and `rollouts`. The last are "
-        "the episodes in `output_dir/rollouts/`.",
+        "Adapters that are pushed to the Hub besides the policy: `reference` and `critic`.",
     )
     public_values: list[str] = option(
         [],

@@ -24,17 +24,19 @@ from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.adapters.untrusted import check_template
 from agile_trainers.rollout.chat.pictures import Pictures
-from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import (
     ANSWER,
     Render,
     Rewrite,
+    SpecialTokenEscaper,
     answers_as_sampled,
     find_rewrite,
     opening_of,
+    original_of,
     sampled_call,
+    training_templates,
+    trl_name,
 )
-from agile_trainers.rollout.chat.template_repair import original_of, training_templates, trl_name
 from agile_trainers.types import Message, Picture, images_of, parts_of
 
 _ANSWER = "agileAnswer"
@@ -76,7 +78,7 @@ class ChatRenderer:
     template, this gives the same ids as tokenizing the whole text. In plain text, characters across the border might
     have merged into one token; the conversation keeps the sampled ids. Special tokens spelled out in a message become
     ordinary text, so that only the template can begin or end a turn; see
-    :class:`~agile_trainers.rollout.chat.special_tokens.SpecialTokenEscaper`.
+    :class:`~agile_trainers.rollout.chat.template_check.SpecialTokenEscaper`.
 
     Args:
         tokenizer: The tokenizer, with its chat template. Without a template, the turn delimiters are newlines.
