@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class Image:
     data: bytes = field(repr=False)
     """A file in a common format, of one frame."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The content in 32 hexadecimal digits."""
         return blake2b(self.data, digest_size=16).hexdigest()

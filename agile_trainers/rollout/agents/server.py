@@ -180,7 +180,8 @@ class AgentServer:
             other = others.get(required(body, "model", str))
             if other is not None:
                 return await self._forwarded(request, dialect, body, other)
-            ticket = Ticket(dialect.read(body), _marks(request))
+            # In a thread, since images are decoded.
+            ticket = Ticket(await asyncio.to_thread(dialect.read, body), _marks(request))
             ticket.request.body = raw
             async with self._held_open(key, ticket, request) as answer:
                 return await _delivered(request, dialect, answer, ticket)
