@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # the command line checks names before it takes the seconds o
 Message = dict[str, Any]
 """One chat message, ``{"role": ..., "content": ...}``. The content is text, or a list of parts: ``{"type": "text", "text":
 ...}`` and ``{"type": "image", "image": Image}``."""
+Content = str | list[dict[str, Any]]
+"""The content of a message."""
 
 NO_TURN = -1
 """Value of ``turn_ids`` on every token that is not part of an action."""

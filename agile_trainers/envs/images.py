@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from agile_trainers.types import Image, Message, images_of
+from agile_trainers.types import Content, Image, Message, images_of
 
 MOST_PIXELS = 2**24
 """Pixels of an image, and a quarter of those of an episode, at most."""
@@ -58,6 +59,17 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
             f"type={kind!r} with {', '.join(map(repr, part)) or 'nothing'}."
         )
     return {"type": "image", "image": read_image(part[given[0]], given[0])}
+
+
+def merged(parts: Iterable[dict[str, Any]]) -> Content:
+    """Return parts as content: texts beside each other are one, in which no special token is spelled over two, and a text
+    alone is no part.
+    """
+    found = list[dict[str, Any]]()
+    for kind, of_kind in groupby(parts, key=lambda part: part["type"]):
+        group = list(of_kind)
+        found += group if kind == "image" else [{"type": "text", "text": "".join(part["text"] for part in group)}]
+    return found if any(part["type"] == "image" for part in found) else "".join(part["text"] for part in found)
 
 
 def read_image(value: Any, source: str = "image") -> Image:
@@ -131,8 +143,9 @@ def check_images(messages: Sequence[Message]) -> None:
     pixels = sum(width * height for width, height in map(size_of, images))
     if len(images) > MOST_IMAGES or pixels > 4 * MOST_PIXELS:
         raise ImageError(
-            f"The conversation has {len(images)} different images of {pixels:,} pixels in all; expected at most {MOST_IMAGES} of "
-            f"{4 * MOST_PIXELS:,}. Show fewer, scale them down, or keep the last ones with history='images:N'."
+            f"The conversation has {len(images)} different images of {pixels:,} pixels in all; expected at most "
+            f"{MOST_IMAGES} of {4 * MOST_PIXELS:,}. Show fewer, scale them down, or keep the last ones with "
+            "history='images:N'."
         )
 
 
@@ -148,14 +161,19 @@ def _shared(image: Image) -> Image:
     return _known.setdefault(image.digest, image)
 
 
+def is_picture(value: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array has the form of an image: bytes, (height, width) or with 1, 3 or 4 channels last."""
+    return value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4)))
+
+
 def _of_array(value: np.ndarray[Any, Any]) -> Any:
     """Return the image of an array (height, width) or (height, width, channels)."""
     import PIL.Image
 
-    if value.dtype != np.uint8 or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
+    if not is_picture(value):
         raise ImageError(
-            f"An array of shape {value.shape} and type {value.dtype} is no image; expected (height, width), or that with 1, 3 "
-            "or 4 channels last, of uint8."
+            f"An array of shape {value.shape} and type {value.dtype} is no image; expected (height, width), or that with "
+            "1, 3 or 4 channels last, of uint8."
         )
     if not value.size:
         raise ImageError(f"An array of shape {value.shape} has no pixels.")

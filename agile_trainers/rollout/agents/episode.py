@@ -391,7 +391,7 @@ class AgentEpisode:
         self._check(request)
         messages = self._messages(request)
         asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
-        # Every part of a message has a token of its own. Megabytes take minutes to encode, for which all episodes would wait.
+        # Every part of a message has a token of its own. Megabytes take minutes to encode, and all episodes would wait.
         texts = [part.get("text", "") for one in messages for part in parts_of(one)]
         least = sum(len(text) // self.chat.longest_token + 1 for text in texts)
         if least > self.limits.max_model_length:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agile_trainers.envs.images import DATA, ImageError, read_image
+from agile_trainers.envs.images import DATA, ImageError, merged, read_image
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Refusal
-from agile_trainers.types import Message
+from agile_trainers.types import Content, Message
 
 MOST_CHOICES = 128
 """The largest ``n``, as at OpenAI."""
@@ -225,7 +225,7 @@ def text_format(value: Any, where: str) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------- messages and tools
 
 
-def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> Any:
+def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> Content:
     """Return the content of a message: text, in which parts are joined without anything between them, and null is empty.
 
     Args:
@@ -244,12 +244,7 @@ def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[s
         return content or ""
     if not isinstance(content, list):
         raise Refusal(f"`{where}` is {shown(content)}; expected text or a list of parts.")
-    return joined([read_part(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content)])
-
-
-def joined(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return parts as content: parts of text alone are a text."""
-    return list(parts) if any("image" in part for part in parts) else "".join(part["text"] for part in parts)
+    return merged(read_part(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content))
 
 
 def read_part(
@@ -267,8 +262,8 @@ def read_part(
     address = images[kind](part, where)
     if not DATA.match(address):
         raise Refusal(
-            f"The image of `{where}` is at {shown(address)}; addresses are not fetched and files are not read: send the image "
-            "itself, as data:image/png;base64,..."
+            f"The image of `{where}` is at {shown(address)}; addresses are not fetched and files are not read: send the "
+            "image itself, as data:image/png;base64,..."
         )
     try:
         return {"type": "image", "image": read_image(address, "url")}
