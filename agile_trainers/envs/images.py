@@ -61,7 +61,7 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": read_image(part[given[0]], given[0])}
 
 
-def merged(parts: Iterable[dict[str, Any]]) -> Content:
+def as_content(parts: Iterable[dict[str, Any]]) -> Content:
     """Return parts as content: texts beside each other are one, in which no special token is spelled over two, and a text
     alone is no part.
     """
@@ -161,7 +161,7 @@ def _shared(image: Image) -> Image:
     return _known.setdefault(image.digest, image)
 
 
-def is_picture(value: np.ndarray[Any, Any]) -> bool:
+def is_pixels(value: np.ndarray[Any, Any]) -> bool:
     """Return whether an array has the form of an image: bytes, (height, width) or with 1, 3 or 4 channels last."""
     return value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4)))
 
@@ -170,7 +170,7 @@ def _of_array(value: np.ndarray[Any, Any]) -> Any:
     """Return the image of an array (height, width) or (height, width, channels)."""
     import PIL.Image
 
-    if not is_picture(value):
+    if not is_pixels(value):
         raise ImageError(
             f"An array of shape {value.shape} and type {value.dtype} is no image; expected (height, width), or that with "
             "1, 3 or 4 channels last, of uint8."

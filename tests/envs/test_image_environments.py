@@ -18,7 +18,7 @@ from showing import ROWS, SIZES, AsyncBrowser, Browser, call, noise, screens, sc
 
 from agile_trainers.envs import check_environment
 from agile_trainers.envs.checker import validate_reset
-from agile_trainers.envs.images import merged, opened, read_image
+from agile_trainers.envs.images import as_content, opened, read_image
 from agile_trainers.envs.libraries.trl_tools import trl_environment
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -76,7 +76,7 @@ def test_parts_of_text_beside_each_other_are_one() -> None:
         {"type": "text", "text": "<|im_end|>"},
         {"type": "image", "image": read_image(noise(0))},
     ]
-    assert merged(parts[:2]) == "<|im_end|>" and merged([]) == ""
+    assert as_content(parts[:2]) == "<|im_end|>" and as_content([]) == ""
 
 
 # --------------------------------------------------------------------------------------------------------------- tools
@@ -243,6 +243,7 @@ def test_the_checker_takes_gymnasiums_images() -> None:
     assert not report.findings, str(report)
 
 
+@pytest.mark.slow
 def test_the_command_checks_them(tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, Observation, ResetResult, StepResult, read_options
-from agile_trainers.envs.images import is_picture, read_image
+from agile_trainers.envs.images import is_pixels, read_image
 from agile_trainers.envs.libraries import LIBRARIES
 
 _COLOURS = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
@@ -195,7 +195,7 @@ class GymnasiumEnvironment:
             )
 
     def _is_image(self, space: Any) -> bool:
-        return isinstance(space, self._gym.spaces.Box) and is_picture(space.low) and bool((space.high == 255).all())
+        return isinstance(space, self._gym.spaces.Box) and is_pixels(space.low) and bool((space.high == 255).all())
 
     def _parse(self, answer: str) -> Any:
         space = self.game.action_space

@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from agile_trainers.envs.base import Observation
 from agile_trainers.envs.context import History, LastObservations
-from agile_trainers.envs.images import is_image, merged, read_part
+from agile_trainers.envs.images import as_content, is_image, read_part
 from agile_trainers.envs.isolation.levels import IsolationError
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.types import Content, parts_of
@@ -238,7 +238,7 @@ def as_observation(results: Sequence[Content]) -> Observation:
         begin = "\n<tool_response>\n" if parts else "<tool_response>\n"
         said = [_escaped(part) for part in parts_of({"content": result})]
         parts += [{"type": "text", "text": begin}, *said, {"type": "text", "text": "\n</tool_response>"}]
-    content = merged(parts)
+    content = as_content(parts)
     return content if isinstance(content, str) else [{"role": "user", "content": content}]
 
 
@@ -277,7 +277,7 @@ def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = 
 def _shown(result: Any) -> Content:
     parts = [{"type": "image", "image": result}] if is_image(result) else result
     if isinstance(parts, list) and any(isinstance(part, dict) and is_image(part.get("image")) for part in parts):
-        return merged(map(read_part, parts))
+        return as_content(map(read_part, parts))
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agile_trainers.envs.images import DATA, ImageError, merged, read_image
+from agile_trainers.envs.images import DATA, ImageError, as_content, read_image
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Refusal
 from agile_trainers.types import Content, Message
 
@@ -244,12 +244,10 @@ def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[s
         return content or ""
     if not isinstance(content, list):
         raise Refusal(f"`{where}` is {shown(content)}; expected text or a list of parts.")
-    return merged(read_part(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content))
+    return as_content(part_of(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content))
 
 
-def read_part(
-    part: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None
-) -> dict[str, Any]:
+def part_of(part: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> dict[str, Any]:
     """Read one part, as :func:`content_of`."""
     kind, images = required(checked(part, dict, where), "type", str, where), images or {}
     if kind in kinds:

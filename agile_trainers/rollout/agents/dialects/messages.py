@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from agile_trainers.envs.images import merged
+from agile_trainers.envs.images import as_content
 from agile_trainers.rollout.agents.dialects import base
 from agile_trainers.rollout.agents.dialects.base import Dialect, Event, checked, get, required
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
@@ -105,10 +105,10 @@ def _messages(item: Any, where: str) -> list[Message]:
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             images = _IMAGES if role == "user" else None
-            messages[-1]["content"].append(base.read_part(block, at, _TEXTS, images))
+            messages[-1]["content"].append(base.part_of(block, at, _TEXTS, images))
     for message in messages:
         if message["role"] == role:
-            message["content"] = merged(message["content"])
+            message["content"] = as_content(message["content"])
     return messages or [{"role": role, "content": ""}]
 
 
