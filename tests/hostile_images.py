@@ -44,6 +44,6 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "broken": (lambda: file_of(noise(0))[:60], "cannot be read"),
     "no image": (lambda: b"hello", "cannot be read"),
     "zero-sized": (flat, "cannot be read|16 x 0 pixels"),
-    "animated": (lambda: file_of(noise(0), "GIF", save_all=True, append_images=[noise(1), noise(2)]), "3 frames"),
+    "animated": (lambda: file_of(noise(0), "GIF", save_all=True, append_images=[noise(1), noise(2)]), "several frames"),
     "bomb": (bomb, "cannot be read|100000 x 100000 pixels"),
 }

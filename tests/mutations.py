@@ -3411,7 +3411,7 @@ MUTATIONS = [
     Mutation(
         "an image of several frames is taken",
         "envs/images.py",
-        '    if getattr(image, "n_frames", 1) > 1:',
+        '    if getattr(image, "is_animated", False):',
         "    if False:",
         IMAGES,
     ),

@@ -207,5 +207,5 @@ def _check_size(image: Any) -> None:
         raise ImageError(
             f"An image has {width} x {height} pixels; expected 1 to {MOST_PIXELS:,}. Scale it down: a model reads far fewer."
         )
-    if getattr(image, "n_frames", 1) > 1:
-        raise ImageError(f"An image has {image.n_frames} frames; expected one. Choose a frame.")
+    if getattr(image, "is_animated", False):  # the number of frames would take long to count
+        raise ImageError("An image has several frames; expected one. Choose a frame.")

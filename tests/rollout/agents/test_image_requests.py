@@ -238,6 +238,7 @@ def test_another_image_of_the_same_size_is_another_prompt(client: Client) -> Non
     ask(client, user("look", shot(2)))
     one, two, again = client.requests
     assert one.token_ids == two.token_ids == again.token_ids
+    assert [sample.occurrence for sample in client.episode._samples] == [(0,), (0,), (1,)]
     assert one.uniforms(4) != two.uniforms(4) != again.uniforms(4)
     episode = end(client)
     assert [len(pictures) for pictures in episode.pictures] == [1, 1]
