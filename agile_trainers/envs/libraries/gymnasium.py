@@ -206,7 +206,7 @@ class GymnasiumEnvironment:
 
     def _shown(self, observation: Any, *before: str) -> Observation:
         """Return what the model sees of an observation: a text, or one message with images."""
-        if self._rendered:
+        if self._rendered and not isinstance(observation, str):
             observation = self.game.render()
             parts = [_without_colours(observation) if isinstance(observation, str) else observation]
         elif isinstance(observation, dict):
