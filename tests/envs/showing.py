@@ -108,8 +108,8 @@ class Screen(gymnasium.Env[Any, int]):
         self.form, self.channels, self.spoils, self.render_mode = form, channels, spoils, render_mode
         shape = (24, 40, channels) if channels else (24, 40)
         image = gymnasium.spaces.Box(0, 255, shape, np.uint8)
-        steps = gymnasium.spaces.Box(0, 9, (1,), np.uint8)
-        spaces = {"array": image, "dict": gymnasium.spaces.Dict({"screen": image, "steps": steps}), "drawn": steps}
+        steps, board = (gymnasium.spaces.Box(0, 9, shape, np.uint8) for shape in ((1,), (3, 3)))
+        spaces = {"array": image, "dict": gymnasium.spaces.Dict({"screen": image, "steps": steps}), "drawn": board}
         self.observation_space = spaces[form]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -130,7 +130,8 @@ class Screen(gymnasium.Env[Any, int]):
         if self.spoils is not None and self.steps == 1:
             self.screen = self.spoils()
         steps = np.array([self.steps], dtype=np.uint8)
-        return {"array": self.screen, "dict": {"screen": self.screen, "steps": steps}, "drawn": steps}[self.form]
+        board = np.zeros((3, 3), dtype=np.uint8)
+        return {"array": self.screen, "dict": {"screen": self.screen, "steps": steps}, "drawn": board}[self.form]
 
 
 gymnasium.register("Screen-v0", entry_point=Screen, disable_env_checker=True)

@@ -30,6 +30,8 @@ from agile_trainers.types import Image, StopReason, Trajectory, images_of, text_
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from image_models import make_image_model
 
+WAITING = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image"}]
+
 
 @cache
 def made() -> tuple[Any, Any]:
@@ -166,6 +168,7 @@ def test_an_object_of_trl_shows_images(kind: type[Browser], processes: int) -> N
 @pytest.mark.parametrize(
     ("row", "shown"),
     [
+        ({"prompt": [{"role": "user", "content": WAITING}], "image": noise(1)}, "ab[image]Go to page 2."),
         ({"prompt": "Look. ", "start": "image"}, "Look. [image]Go to page 2."),
         ({"prompt": [{"role": "user", "content": "Look. "}]}, "Look. Go to page 2."),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "Look. "}]}]}, "Look. Go to page 2."),

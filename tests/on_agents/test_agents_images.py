@@ -1,9 +1,16 @@
-"""Screenshots by the packages of this environment: the trainings of the suite, here."""
+"""Screenshots by the clients of this environment, over several turns: a training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("langgraph", reason="the clients of agents are not installed; make test-agents installs them")
 
-from test_image_agents import folders, test_a_client_that_sends_screenshots_is_trained
+from image_episodes import ASK, saved, train_on_screenshots
 
-__all__ = ["folders", "test_a_client_that_sends_screenshots_is_trained"]
+
+@pytest.mark.parametrize("dialect", ASK)
+def test_a_training_step_on_screenshots(dialect: str, tmp_path: Path) -> None:
+    train_on_screenshots(saved("idefics3", tmp_path / "model"), tmp_path / "run", dialect)

@@ -288,11 +288,26 @@ def _prompt(row: dict[str, Any], said: Any, name: str) -> list[Message]:
         texts = isinstance(last["content"], str) and isinstance(said, str)
         last["content"] = last["content"] + said if texts else [*parts_of(last), *parts_of({"content": said})]
     images = [one for one in row.get("images") or [row.get("image")] if is_image(one)]
-    if not images:
-        return messages
-    from trl.data_utils import prepare_multimodal_messages  # seconds, in each process of an environment
+    return _showing(messages, images) if images else messages
 
-    return prepare_multimodal_messages(messages, images)
+
+def _showing(messages: list[Message], images: list[Any]) -> list[Message]:
+    """Return messages with images where TRL puts them: in the parts that wait for one, else before the first user's text."""
+    left, shown = list(images), list[Message]()
+    waits = any(_waits(part) for message in messages for part in parts_of(message))
+    for message in messages:
+        first = [{"type": "image"}] * len(left) if message["role"] == "user" and not waits else []
+        parts = [
+            {**part, "image": left.pop(0)} if left and _waits(part) else part for part in first + parts_of(message)
+        ]
+        shown.append({**message, "content": parts})
+    if left:
+        raise ValueError(f"A row has {len(images)} images, but its prompt has no place for {len(left)} of them.")
+    return shown
+
+
+def _waits(part: dict[str, Any]) -> bool:
+    return part["type"] == "image" and "image" not in part
 
 
 def _as_list(functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
