@@ -80,6 +80,9 @@ CORRECTION = "tests/trainers/test_correction.py"
 DELIVERY = "tests/trainers/test_delivery.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 IMAGES = "tests/rollout/test_images.py"
+IMAGE_AGENTS = "tests/trainers/test_image_agents.py"
+IMAGE_ENVIRONMENTS = "tests/envs/test_image_environments.py"
+IMAGE_REQUESTS = "tests/rollout/agents/test_image_requests.py"
 IMAGE_RUNS = "tests/trainers/test_image_runs.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
@@ -1573,8 +1576,8 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k begin_and_end_nothing",
     ),
     Mutation(
-        "parts of text need a processor", "envs/checker.py",
-        'all("text" in part for part in texts)', "False", "tests/rollout/test_misbehaving.py -k inline",
+        "parts of text need a processor", "envs/images.py", 'return found if any(part["type"] == "image" for part in found)',
+        "return found if found", f"{IMAGE_ENVIRONMENTS} -k beside",
     ),
     Mutation(
         "what a message holds is the environment's own", "envs/checker.py",
@@ -3073,9 +3076,9 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "parts of a text are joined by a line", "rollout/agents/dialects/base.py",
-        'return "".join(part_text',
-        'return "\\n".join(part_text',
+        "parts of a text are joined by a line", "envs/images.py",
+        'else "".join(part["text"] for part in found)',
+        'else "\\n".join(part["text"] for part in parts)',
         DIALECTS,
     ),
     Mutation(
@@ -3085,9 +3088,9 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "an image is left out in silence", "rollout/agents/dialects/base.py",
-        "    if kind not in kinds:\n        raise Refusal(",
-        "    if kind not in kinds:\n        return ''\n        raise Refusal(",
+        "a part is left out in silence", "rollout/agents/dialects/base.py",
+        "    if kind not in images:\n",
+        "    if kind not in images:\n        return {'type': 'text', 'text': ''}\n",
         DIALECTS,
     ),
     Mutation(
@@ -3414,7 +3417,7 @@ MUTATIONS = [
     Mutation(
         "an image of several frames is taken",
         "envs/images.py",
-        '    if getattr(image, "n_frames", 1) > 1:',
+        '    if getattr(image, "is_animated", False):',
         "    if False:",
         IMAGES,
     ),
@@ -3431,6 +3434,78 @@ MUTATIONS = [
         "                dropped = part[\"type\"] == \"image\" and old > 0\n",
         "                dropped = part[\"type\"] == \"image\" and old <= self.number\n",
         IMAGES,
+    ),
+    Mutation(
+        "a request reads files of this machine", "rollout/agents/dialects/base.py",
+        "    if not DATA.match(address):\n",
+        "    if address.startswith('http'):\n",
+        IMAGE_REQUESTS,
+    ),
+    Mutation(
+        "a hostile image of a request ends the server's answer", "rollout/agents/dialects/base.py",
+        "    except (ImageError, ImportError) as error:\n",
+        "    except ImportError as error:\n",
+        IMAGE_REQUESTS,
+    ),
+    Mutation(
+        "another image of the same size is the same prompt", "rollout/agents/episode.py",
+        "        prompt = _digest_of(keyed(first.prompt_ids, pictures))\n",
+        "        prompt = _digest_of(first.prompt_ids)\n",
+        f"{IMAGE_REQUESTS} -k same_size",
+    ),
+    Mutation(
+        "the trainer does not get the images of requests", "rollout/agents/episode.py",
+        "                pictures=sample.pictures,\n            )\n            for sample in samples",
+        "            )\n            for sample in samples",
+        f"{IMAGE_AGENTS} -k idefics3-chat",
+    ),
+    Mutation(
+        "the sampler does not get the images of requests", "rollout/agents/episode.py",
+        "            extends=False,\n            pictures=sample.pictures,\n",
+        "            extends=False,\n",
+        f"{IMAGE_AGENTS} -k idefics3-chat",
+    ),
+    Mutation(
+        "images around answers of another prompt are not expanded", "rollout/chat/renderer.py",
+        "        if pictures := self.pictures(messages):\n",
+        "        if pictures := []:\n",
+        f"{IMAGE_REQUESTS} -k keeps_its_ids",
+    ),
+    Mutation(
+        "the same image counts each time", "envs/images.py",
+        "    images = set(images_of(messages))\n",
+        "    images = images_of(messages)\n",
+        f"{IMAGE_REQUESTS} -k counts_once",
+    ),
+    Mutation(
+        "a special token is spelled over two parts", "envs/images.py",
+        "        found += group if kind == \"image\" else",
+        "        found += group if kind else",
+        f"{IMAGE_ENVIRONMENTS} -k beside",
+    ),
+    Mutation(
+        "an image that an environment made is not looked at", "envs/images.py",
+        "        if _known.get(value.digest) is value:\n",
+        "        if value.digest:\n",
+        f"{IMAGES} -k hand",
+    ),
+    Mutation(
+        "a tool's image closes its tag", "envs/tools/toolbox.py",
+        "        said = [_escaped(part) for part in parts_of({\"content\": result})]\n",
+        "        said = parts_of({\"content\": result})\n",
+        f"{IMAGE_ENVIRONMENTS} -k tags",
+    ),
+    Mutation(
+        "names of files in a tool's result are read as images", "envs/tools/toolbox.py",
+        "isinstance(part, dict) and is_image(part.get(\"image\"))",
+        "isinstance(part, dict) and part.get(\"type\") == \"image\"",
+        f"{IMAGE_ENVIRONMENTS} -k tags",
+    ),
+    Mutation(
+        "the image of a board of bytes", "envs/libraries/gymnasium.py",
+        " and bool((space.high == 255).all())",
+        "",
+        f"{IMAGE_ENVIRONMENTS} -k numbers",
     ),
     Mutation(
         "the page shows any file as an image",

@@ -173,6 +173,7 @@ class ChatRenderer:
             ValueError: If the messages are malformed, rejected by the template, or later rewritten by it.
         """
         messages = _as_messages(observation)
+        pictures = self.pictures(messages)
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
@@ -181,7 +182,7 @@ class ChatRenderer:
         hidden = self._escaper.hide(messages, self._foreign if sampled else ())
         # Messages of the assistant may contain special tokens, of thinking for example.
         examples = any(message["role"] == "assistant" for message in messages)
-        return self._encode(self._render(hidden), messages, None if examples else own)
+        return self._encode(self._render(hidden), pictures, None if examples else own)
 
     def pictures(self, messages: list[Message]) -> list[Picture]:
         """Return what a model reads of the images in messages, in order.
@@ -198,9 +199,8 @@ class ChatRenderer:
             )
         return self._pictures.of(messages)
 
-    def _encode(self, text: str, messages: list[Message], own: Counter[int] | None) -> list[int]:
+    def _encode(self, text: str, pictures: Sequence[Picture], own: Counter[int] | None) -> list[int]:
         """Tokenize a rendered text, with the placeholders of its images; ``own`` are the special tokens that it may have."""
-        pictures = self.pictures(messages)
         if own is not None or not pictures:
             ids = self._escaper.encode(text)
             if own is not None:
@@ -314,6 +314,10 @@ class ChatRenderer:
         pieces, ids = self._around(messages, answers), list[int]()
         if pieces is None:
             return None
+        if pictures := self.pictures(messages):
+            assert self._pictures is not None
+            parting = f"agileSampled{secrets.token_hex(16)}"
+            pieces = self._pictures.expanded(parting.join(pieces), pictures).split(parting)
         if self.chat_template is None:
             ids = self._bos()
         ids += self._escaper.encode(pieces[0])
@@ -438,11 +442,12 @@ class ChatRenderer:
     def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
         """Return a delimited observation with and without its leading end-of-turn token, and that token."""
         messages = _as_messages(observation)
+        pictures = self.pictures(messages)
         if self.chat_template is None:
             ids = self._plain_ids(messages, _PARTING)
             return ids, ids, None
         known = self._turn_delimiters(messages)
-        ids = self._encode(self._after_answer(self._escaper.hide(messages)), messages, known.specials)
+        ids = self._encode(self._after_answer(self._escaper.hide(messages)), pictures, known.specials)
         if known.end_of_turn is None:
             return ids, ids, None
         # Split after tokenizing: some tokens (Phi-3) absorb the whitespace after them.
