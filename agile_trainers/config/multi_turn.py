@@ -74,7 +74,7 @@ class MultiTurnConfig(GRPOConfig):
         "Learning rate. A rate of 1e-6 or less for an adapter gives a warning. Default: 1e-5 for an adapter in an "
         "environment, otherwise TRL's 1e-6, which is for whole models.",
     )
-    num_iterations: int | None = option(
+    num_iterations: int = option(
         None,
         "Updates of each generation batch, which `max_steps` counts; each reads all episodes once. Default: 4 with GRPO and "
         "an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise 1.",
