@@ -37,7 +37,7 @@ from agile_trainers.config.rules import (
     check_weighs_decisions,
     skips_zero_advantage,
 )
-from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
@@ -63,6 +63,7 @@ from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
 from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
+from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
@@ -71,6 +72,7 @@ from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatches, remember_attributes
 from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
+from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
 from agile_trainers.trainers.teacher import LoadedTeacher, load_teacher
@@ -101,6 +103,8 @@ class RunSetup:
     """The environments that are drawn; None for a single one."""
     tasks: TaskPool | None
     """The items that groups are drawn from; None if TRL's order of the rows, or a seed for each group, decides."""
+    factories: Mapping[str | None, EnvironmentFactory]
+    """Environment name to what makes it; None in a run of one."""
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult | None]
     """The first observation of each environment; None for an agent."""
@@ -224,6 +228,7 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
         eval_rows=eval_rows,
         mixture=mixture,
         tasks=tasks,
+        factories=dict(factories.items()) if isinstance(factories, dict) else {None: factories},
         pool=pool,
         first_states=first_states,
     )
@@ -263,8 +268,9 @@ class StepParts:
     batches: BatchMaker
     mismatch: MismatchMonitor
     teacher: Teacher | None
+    demonstrated: DemonstrationLoss | None
     turn_means: list[TurnMeans]
-    """Values by turn index that a step logs: entropies, and the divergence from a teacher."""
+    """Values by turn index that a step logs: entropies, the divergence from a teacher, log-probs of demonstrations."""
     offloading: AbstractContextManager[Any]
     """Context of a step, which may keep activations in the CPU's memory."""
 
@@ -379,9 +385,13 @@ def _make_step(
     credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
     tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
+    experts, demonstrated = None, None
+    if args.demonstrations is not None:
+        experts = Demonstrations(args, engine, setup.factories, seam.tokenizer, rows_are_options=setup.rows_are_options)
+        demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     draws = EpisodeDraws(
-        args, accelerator, tasks,
-        dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
+        args, accelerator, tasks, dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options,
+        mixture=setup.mixture, placed=None if experts is None else experts.placed,
     )  # fmt: skip
     ahead = None
     if snapshots is not None:
@@ -411,12 +421,13 @@ def _make_step(
             adapter=taught.adapter, render=engine.chat.before, own_loss=trainer.loss is not None,
         )  # fmt: skip
     batches = BatchMaker(
-        args, accelerator, passes, credit, critic, snapshots, teacher, seam.add_metrics,
+        args, accelerator, passes, credit, critic, snapshots, teacher, demonstrated, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
     )  # fmt: skip
     delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
     mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
     turn_means = [TurnMeans("entropy"), *([] if teacher is None else [teacher.divergences])]
+    turn_means += [] if demonstrated is None else [demonstrated.log_probs]
     token_batches.observers = [
         *(means.remember for means in turn_means),
         mismatch.meter.remember,
@@ -435,6 +446,7 @@ def _make_step(
         batches=batches,
         mismatch=mismatch,
         teacher=teacher,
+        demonstrated=demonstrated,
         turn_means=turn_means,
         offloading=offloading,
     )
