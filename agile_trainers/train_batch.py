@@ -178,14 +178,16 @@ class TrainBatch:
     def with_advantage(self) -> TrainBatch:
         """Drop the rows that have no advantage, and those without a token that is trained on.
 
-        If no row is left, the shortest one stays: other ranks would wait for a rank that skips its forward and backward
-        pass.
+        If no row of the policy's own is left, the shortest one stays: other ranks would wait for a rank that skips its
+        forward and backward pass, and metrics are over tokens of the policy's own.
         """
         kept = self.scored.any(dim=1)
         if self.has_advantage is not None:
             kept &= self.has_advantage
-        if not kept.any():
-            kept[self.lengths.argmin()] = True
+        own = self.counted.any(dim=1)
+        if not (kept & own).any():
+            lengths = self.lengths
+            kept[lengths.masked_fill(~own, int(lengths.max()) + 1).argmin()] = True
         return self.rows(kept)
 
     def only(self, tokens: torch.Tensor) -> TrainBatch:

@@ -1,0 +1,184 @@
+"""Trains on locks with demonstrations and teachers, good and bad, and reports where a policy ends with each.
+
+A lock shows a digit and asks for four digits that follow from it, a turn each. The hard lock pays 1 for all four and closes
+at the first wrong one: an untrained model opens it once in ten billion episodes. The easy lock pays a quarter for each. The
+bad expert is right in half of its turns; the bad teacher has learned a lock of other digits. All adapters begin on one
+untrained base; seeds differ in the adapter, the episodes and the sampling.
+
+Each finished training is a line of ``results/demonstrations.jsonl`` and is not repeated. The tables are in
+``docs/demonstrations.md``; ``--report`` writes them from what is done.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback
+from transformers.utils import logging
+from update_vs_trl import ROOT, with_tables
+
+from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.scripted_policies import ScriptedPolicy
+from agile_trainers.types import Message
+
+RESULTS = ROOT / "benchmarks/results/demonstrations.jsonl"
+PAGE = ROOT / "docs/demonstrations.md"
+RUNS = ROOT / "runs/demonstrations"
+WORDS = (*"0123456", "dial", "next", "open", "closed")
+TURNS, UPDATES, LAST, SEEDS = 4, 120, 10, (0, 1, 2, 3, 4)
+TREATMENTS = ("weighted", "advantage_sft", "sft")
+Run = dict[str, Any]
+
+
+class Lock:
+    """Asks for digits that follow from the one shown first.
+
+    Args:
+        easy: Pay for each right digit, and go on after a wrong one.
+        shift: Distance from one digit to the next.
+    """
+
+    def __init__(self, easy: bool = False, shift: int = 1) -> None:
+        self.easy, self.shift = easy, shift
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.digit, self.turn, self.right = (seed or 0) % 7, 0, 0
+        return f"dial {self.digit}", {}
+
+    @property
+    def wanted(self) -> str:
+        return str((self.digit + self.shift * (self.turn + 1)) % 7)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        right = action.strip() == self.wanted
+        self.right, self.turn = self.right + right, self.turn + 1
+        over = self.turn == TURNS or not (right or self.easy)
+        success = self.right == TURNS
+        reward = right / TURNS if self.easy else float(success)
+        return ("open" if success else "closed") if over else "next", reward, over, False, {"success": success}
+
+    def scripted_policies(self) -> dict[str, ScriptedPolicy]:
+        """The best answers, and those of the bad expert."""
+
+        def bad(messages: list[Message], rng: random.Random) -> str:
+            return self.wanted if rng.random() < 0.5 else str((int(self.wanted) + 3) % 7)
+
+        return {"expert": lambda messages, rng: self.wanted, "bad": bad}
+
+
+def shown(**options: Any) -> dict[str, Any]:
+    return {"demonstrations": "expert", **options}
+
+
+TASKS: dict[str, dict[str, dict[str, Any]]] = {
+    "hard": {
+        "GRPO": {},
+        **{name: shown(demonstration_loss=name) for name in TREATMENTS},
+        "teacher": {"teacher": str(RUNS / "teacher")},
+    },
+    "easy": {
+        "GRPO": {},
+        **{f"bad expert, {name}": shown(demonstrations="bad", demonstration_loss=name) for name in TREATMENTS},
+        "bad teacher": {"teacher": str(RUNS / "bad_teacher"), "teacher_coef_end": 0.0},
+    },
+}
+
+
+def train(environment: Any, seed: int, save: Path | None = None, **options: Any) -> list[float]:
+    """Train once; return the success of each rollout."""
+    torch.set_num_threads(1)
+    base = make_embedded_model(RUNS / "base", words=WORDS, max_position_embeddings=256)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = MultiTurnGRPOTrainer(
+            model=str(base),
+            environment=environment,
+            args=MultiTurnGRPOConfig(
+                output_dir=folder, seed=seed, learning_rate=3e-3, lr_scheduler_type="constant", max_steps=UPDATES,
+                max_turns=TURNS, max_new_tokens=2, num_generations=8, per_device_train_batch_size=64,
+                gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
+                report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, **options,
+            ),
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        if save is not None:
+            trainer.save_model(str(save))
+    return [entry["success"] for entry in trainer.state.log_history if "success" in entry]
+
+
+def run(task: str, side: str, seed: int) -> Run:
+    """Train once, and make the teachers before."""
+    for name, shift in (("teacher", 1), ("bad_teacher", 3)):
+        if not (RUNS / name / "adapter_config.json").is_file():
+            print(name, train(partial(Lock, shift=shift), 100, RUNS / name, **shown(demonstration_loss="sft"))[-3:])
+    begun = time.process_time()
+    curve = train(partial(Lock, easy=task == "easy"), seed, **TASKS[task][side])
+    cpu = round(time.process_time() - begun, 1)
+    return {"task": task, "side": side, "seed": seed, "end": fmean(curve[-LAST:]), "cpu": cpu, "curve": curve}
+
+
+def saved() -> list[Run]:
+    """Return every finished training."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def done(task: str, side: str, seed: int) -> None:
+    """Train unless that is done."""
+    wanted = {"task": task, "side": side, "seed": seed}
+    if any(wanted.items() <= one.items() for one in saved()):
+        return
+    result = run(task, side, seed)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print({name: value for name, value in result.items() if name != "curve"}, flush=True)
+
+
+def arrival(curve: list[float]) -> int | None:
+    """Return the number of updates after which three rollouts in a row have a mean success of .9; None if never."""
+    return next((end for end in range(3, len(curve) + 1) if fmean(curve[end - 3 : end]) >= 0.9), None)
+
+
+def table(task: str) -> str:
+    """Write the table of what is done of a task: success at the end, beside that of GRPO on the same seeds."""
+    lines = ["| trained with | seeds | success at the end | beside GRPO alone | updates to .9 |", "|---|---|---|---|---|"]
+    found = [one for one in saved() if one["task"] == task]
+    alone = {one["seed"]: one["end"] for one in found if one["side"] == "GRPO"}
+    for side in TASKS[task]:
+        of = [one for one in found if one["side"] == side]
+        ends = [one["end"] for one in of]
+        beside = [one["end"] - alone[one["seed"]] for one in of]
+        arrived = [updates for one in of if (updates := arrival(one["curve"]))]
+        apart = f"{fmean(beside):+.3f} ({min(beside):+.3f} to {max(beside):+.3f})" if side != "GRPO" else ""
+        updates = f"{fmean(arrived):.0f} ({len(arrived)}/{len(of)})" if arrived else f"never (0/{len(of)})"
+        lines.append(f"| {side} | {len(of)} | {fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | {apart} | {updates} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Train what is not done yet, and write the tables."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for seed in SEEDS if "--report" not in sys.argv else ():
+        for task, sides in TASKS.items():
+            for side in sides:
+                done(task, side, seed)
+    tables = {f"demonstrations, {task}": table(task) for task in TASKS}
+    print(*tables.values(), sep="\n\n")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
