@@ -36,7 +36,8 @@ RESULTS = ROOT / "benchmarks/results/demonstrations.jsonl"
 PAGE = ROOT / "docs/demonstrations.md"
 RUNS = ROOT / "runs/demonstrations"
 WORDS = (*"0123456", "dial", "next", "open", "closed")
-TURNS, UPDATES, LAST, SEEDS = 4, 120, 10, (0, 1, 2, 3, 4)
+TURNS, UPDATES, LAST, SEEDS = 4, 300, 10, (0, 1, 2, 3, 4)
+RATE = 1e-3
 TREATMENTS = ("weighted", "advantage_sft", "sft")
 Run = dict[str, Any]
 
@@ -104,7 +105,7 @@ def train(environment: Any, seed: int, save: Path | None = None, **options: Any)
             model=str(base),
             environment=environment,
             args=MultiTurnGRPOConfig(
-                output_dir=folder, seed=seed, learning_rate=3e-3, lr_scheduler_type="constant", max_steps=UPDATES,
+                output_dir=folder, seed=seed, learning_rate=RATE, lr_scheduler_type="constant", max_steps=UPDATES,
                 max_turns=TURNS, max_new_tokens=2, num_generations=8, per_device_train_batch_size=64,
                 gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
                 report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, **options,

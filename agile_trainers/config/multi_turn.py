@@ -26,7 +26,7 @@ from agile_trainers.config.rules import (
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
-from agile_trainers.objectives.demonstrations import WEIGHTED
+from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT
 from agile_trainers.objectives.distillation import IMMEDIATE
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
@@ -265,9 +265,9 @@ class MultiTurnConfig(GRPOConfig):
         1, "Places that demonstrations take, of each group; without groups, of each generation batch."
     )
     demonstration_loss: str = option(
-        WEIGHTED,
-        "Treatment of an expert's tokens: `weighted` by the policy's probability over the expert's, at most 1; "
-        "`advantage_sft`, weighted by the advantage alone; `sft`, weighted by nothing.",
+        ADVANTAGE_SFT,
+        "Treatment of an expert's tokens: `advantage_sft` weighs them by the advantage; `weighted` also by the policy's "
+        "probability over the expert's, at most 1; `sft` by nothing.",
     )
     demonstration_coef: float = option(1.0, "Weight of a demonstration beside an own episode.")
     lora_target_scope: str | None = option(
