@@ -1,9 +1,8 @@
 """Trains on locks with demonstrations and teachers, good and bad, and reports where a policy ends with each.
 
-A lock shows a digit and asks for four digits that follow from it, a turn each. The hard lock pays 1 for all four and closes
-at the first wrong one: an untrained model opens it once in ten billion episodes. The easy lock pays a quarter for each. The
-bad expert is right in half of its turns; the bad teacher has learned a lock of other digits. All adapters begin on one
-untrained base; seeds differ in the adapter, the episodes and the sampling.
+A lock shows a digit and asks for three digits that follow from it, a turn each. The hard lock pays 1 for all three and
+closes at the first wrong one. The easy lock pays a third for each. The bad expert is right in half of its turns; the bad
+teacher has learned a lock of other digits. Seeds differ in the untrained weights, the episodes and the sampling.
 
 Each finished training is a line of ``results/demonstrations.jsonl`` and is not repeated. The tables are in
 ``docs/demonstrations.md``; ``--report`` writes them from what is done.
@@ -22,7 +21,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PrinterCallback
 from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
@@ -36,8 +34,8 @@ RESULTS = ROOT / "benchmarks/results/demonstrations.jsonl"
 PAGE = ROOT / "docs/demonstrations.md"
 RUNS = ROOT / "runs/demonstrations"
 WORDS = (*"0123456", "dial", "next", "open", "closed")
-TURNS, UPDATES, LAST, SEEDS = 4, 300, 10, (0, 1, 2, 3, 4)
-RATE = 1e-3
+TURNS, UPDATES, LAST, SEEDS = 3, 100, 10, (0, 1, 2, 3, 4)
+RATE = 2e-3
 TREATMENTS = ("weighted", "advantage_sft", "sft")
 Run = dict[str, Any]
 
@@ -78,19 +76,19 @@ class Lock:
         return {"expert": lambda messages, rng: self.wanted, "bad": bad}
 
 
-def shown(**options: Any) -> dict[str, Any]:
+def with_expert(**options: Any) -> dict[str, Any]:
     return {"demonstrations": "expert", **options}
 
 
 TASKS: dict[str, dict[str, dict[str, Any]]] = {
     "hard": {
         "GRPO": {},
-        **{name: shown(demonstration_loss=name) for name in TREATMENTS},
+        **{name: with_expert(demonstration_loss=name) for name in TREATMENTS},
         "teacher": {"teacher": str(RUNS / "teacher")},
     },
     "easy": {
         "GRPO": {},
-        **{f"bad expert, {name}": shown(demonstrations="bad", demonstration_loss=name) for name in TREATMENTS},
+        **{f"bad expert, {name}": with_expert(demonstrations="bad", demonstration_loss=name) for name in TREATMENTS},
         "bad teacher": {"teacher": str(RUNS / "bad_teacher"), "teacher_coef_end": 0.0},
     },
 }
@@ -99,8 +97,8 @@ TASKS: dict[str, dict[str, dict[str, Any]]] = {
 def train(environment: Any, seed: int, save: Path | None = None, **options: Any) -> list[float]:
     """Train once; return the success of each rollout."""
     torch.set_num_threads(1)
-    base = make_embedded_model(RUNS / "base", words=WORDS, max_position_embeddings=256)
     with tempfile.TemporaryDirectory() as folder:
+        base = make_embedded_model(Path(folder) / "base", words=WORDS, max_position_embeddings=256, seed=seed)
         trainer = MultiTurnGRPOTrainer(
             model=str(base),
             environment=environment,
@@ -110,7 +108,6 @@ def train(environment: Any, seed: int, save: Path | None = None, **options: Any)
                 gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
                 report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, **options,
             ),
-            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -122,8 +119,10 @@ def train(environment: Any, seed: int, save: Path | None = None, **options: Any)
 def run(task: str, side: str, seed: int) -> Run:
     """Train once, and make the teachers before."""
     for name, shift in (("teacher", 1), ("bad_teacher", 3)):
-        if not (RUNS / name / "adapter_config.json").is_file():
-            print(name, train(partial(Lock, shift=shift), 100, RUNS / name, **shown(demonstration_loss="sft"))[-3:])
+        if not (RUNS / name / "config.json").is_file():
+            print(
+                name, train(partial(Lock, shift=shift), 100, RUNS / name, **with_expert(demonstration_loss="sft"))[-3:]
+            )
     begun = time.process_time()
     curve = train(partial(Lock, easy=task == "easy"), seed, **TASKS[task][side])
     cpu = round(time.process_time() - begun, 1)
@@ -153,17 +152,21 @@ def arrival(curve: list[float]) -> int | None:
 
 def table(task: str) -> str:
     """Write the table of what is done of a task: success at the end, beside that of GRPO on the same seeds."""
-    lines = ["| trained with | seeds | success at the end | beside GRPO alone | updates to .9 |", "|---|---|---|---|---|"]
+    lines = [
+        "| trained with | seeds | success at the end | beside GRPO alone | updates to .9 |",
+        "|---|---|---|---|---|",
+    ]
     found = [one for one in saved() if one["task"] == task]
     alone = {one["seed"]: one["end"] for one in found if one["side"] == "GRPO"}
     for side in TASKS[task]:
         of = [one for one in found if one["side"] == side]
         ends = [one["end"] for one in of]
         beside = [one["end"] - alone[one["seed"]] for one in of]
-        arrived = [updates for one in of if (updates := arrival(one["curve"]))]
+        arrived = [end for one in of if (end := arrival(one["curve"]))]
         apart = f"{fmean(beside):+.3f} ({min(beside):+.3f} to {max(beside):+.3f})" if side != "GRPO" else ""
         updates = f"{fmean(arrived):.0f} ({len(arrived)}/{len(of)})" if arrived else f"never (0/{len(of)})"
-        lines.append(f"| {side} | {len(of)} | {fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | {apart} | {updates} |")
+        shown = f"{fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+        lines.append(f"| {side} | {len(of)} | {shown} | {apart} | {updates} |")
     return "\n".join(lines)
 
 

@@ -73,7 +73,9 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     if agent is not None:
         agent.check_row(None)
     if options.record and (agent is not None or Path(options.record).suffix != ".jsonl"):
-        raise ValueError(f"--record={options.record} writes demonstrations of an environment, no agent's, to a .jsonl file.")
+        raise ValueError(
+            f"--record={options.record} writes demonstrations of an environment, no agent's, to a .jsonl file."
+        )
     if options.model:
         check_model(options.model, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()

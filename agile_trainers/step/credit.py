@@ -215,10 +215,11 @@ def gather_turns(
         (own.failed, own.environments, batch.linear, several, shown)
     )
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
-    if several.any():
+    paths, experts = torch.stack([several, shown]).any(dim=1).tolist()
+    if paths:
         following = torch.where(following < 0, rewards.size(1), following)
         inputs.linear, inputs.following, inputs.rewarded = linear, following, rewarded
-    if shown.any():
+    if experts:
         inputs.demonstrations = shown
     if values is not None:
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))

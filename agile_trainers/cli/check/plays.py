@@ -23,6 +23,7 @@ from agile_trainers.rollout.generators.base import GenerationOutput, GenerationR
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.types import Trajectory
 
 REPLAYED = 4
@@ -41,6 +42,21 @@ def policy_plays(run: Run, name: str, attempts: int = 1) -> list[Trajectory]:
 
     specs = evaluation_episodes(run.args.seed, run.episodes, run.rows, attempts=attempts)
     return play_scripted(run.engine, run.factory, choose, specs, run.tokenizer)
+
+
+def demonstration_plays(run: Run) -> list[Trajectory]:
+    """Replay as many demonstrations as episodes are played, each as that of a group.
+
+    Raises:
+        ValueError: If there is nothing to demonstrate, or the environment does not agree with it.
+    """
+    engine, rows = run.engine(run.factory), run.rows is not None
+    try:
+        experts = Demonstrations(run.args, engine, {None: run.factory}, run.tokenizer, rows_are_options=rows)
+        specs = experts.placed(run.specs(), [-1] * run.episodes)
+        return engine.run(specs, ScriptedGenerator(lambda request: []))  # every answer is given
+    finally:
+        engine.pool.close()
 
 
 def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:
