@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
@@ -94,8 +94,19 @@ TASKS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def train(environment: Any, seed: int, save: Path | None = None, **options: Any) -> list[float]:
-    """Train once; return the success of each rollout."""
+class Stop(TrainerCallback):
+    """Ends a training that has arrived."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= (
+            arrival([one["success"] for one in state.log_history if "success" in one]) is not None
+        )
+
+
+def train(
+    environment: Any, seed: int, save: Path | None = None, *, to_goal: bool = False, **options: Any
+) -> list[float]:
+    """Train once, to success .9 or for all updates; return the success of each rollout."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = make_embedded_model(Path(folder) / "base", words=WORDS, max_position_embeddings=256, seed=seed)
@@ -110,6 +121,8 @@ def train(environment: Any, seed: int, save: Path | None = None, **options: Any)
             ),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
+        if to_goal:
+            trainer.add_callback(Stop())
         trainer.train()
         if save is not None:
             trainer.save_model(str(save))
@@ -124,7 +137,7 @@ def run(task: str, side: str, seed: int) -> Run:
                 name, train(partial(Lock, shift=shift), 100, RUNS / name, **with_expert(demonstration_loss="sft"))[-3:]
             )
     begun = time.process_time()
-    curve = train(partial(Lock, easy=task == "easy"), seed, **TASKS[task][side])
+    curve = train(partial(Lock, easy=task == "easy"), seed, to_goal=task == "hard", **TASKS[task][side])
     cpu = round(time.process_time() - begun, 1)
     return {"task": task, "side": side, "seed": seed, "end": fmean(curve[-LAST:]), "cpu": cpu, "curve": curve}
 
@@ -150,23 +163,29 @@ def arrival(curve: list[float]) -> int | None:
     return next((end for end in range(3, len(curve) + 1) if fmean(curve[end - 3 : end]) >= 0.9), None)
 
 
+def spread(values: list[float], form: str) -> str:
+    """Write the mean, the lowest and the highest."""
+    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
 def table(task: str) -> str:
-    """Write the table of what is done of a task: success at the end, beside that of GRPO on the same seeds."""
-    lines = [
-        "| trained with | seeds | success at the end | beside GRPO alone | updates to .9 |",
-        "|---|---|---|---|---|",
-    ]
+    """Write the table of what is done of a task: updates to .9, or success at the end beside that of GRPO on the same seeds."""
     found = [one for one in saved() if one["task"] == task]
     alone = {one["seed"]: one["end"] for one in found if one["side"] == "GRPO"}
+    head = ["solved", "updates to .9"] if task == "hard" else ["seeds", "success at the end", "beside GRPO alone"]
+    lines = [f"| trained with | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for side in TASKS[task]:
         of = [one for one in found if one["side"] == side]
-        ends = [one["end"] for one in of]
-        beside = [one["end"] - alone[one["seed"]] for one in of]
         arrived = [end for one in of if (end := arrival(one["curve"]))]
-        apart = f"{fmean(beside):+.3f} ({min(beside):+.3f} to {max(beside):+.3f})" if side != "GRPO" else ""
-        updates = f"{fmean(arrived):.0f} ({len(arrived)}/{len(of)})" if arrived else f"never (0/{len(of)})"
-        shown = f"{fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
-        lines.append(f"| {side} | {len(of)} | {shown} | {apart} | {updates} |")
+        if task == "hard":
+            cells = [f"{len(arrived)}/{len(of)}", spread(arrived, ".0f") if arrived else "never"]
+        else:
+            beside = [one["end"] - alone[one["seed"]] for one in of if one["seed"] in alone]
+            cells = [
+                str(len(of)),
+                *((spread([one["end"] for one in of], ".3f"), spread(beside, "+.3f")) if beside else ("", "")),
+            ]
+        lines.append(f"| {side} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -174,8 +193,8 @@ def main() -> int:
     """Train what is not done yet, and write the tables."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for seed in SEEDS if "--report" not in sys.argv else ():
-        for task, sides in TASKS.items():
+    for task, sides in TASKS.items() if "--report" not in sys.argv else ():
+        for seed in SEEDS:
             for side in sides:
                 done(task, side, seed)
     tables = {f"demonstrations, {task}": table(task) for task in TASKS}
