@@ -169,7 +169,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def table(task: str) -> str:
-    """Write the table of what is done of a task: updates to .9, or success at the end beside that of GRPO on the same seeds."""
+    """Write the table of what is done of a task: updates to .9, or success at the end beside GRPO's on the same seeds."""
     found = [one for one in saved() if one["task"] == task]
     alone = {one["seed"]: one["end"] for one in found if one["side"] == "GRPO"}
     head = ["solved", "updates to .9"] if task == "hard" else ["seeds", "success at the end", "beside GRPO alone"]

@@ -111,6 +111,12 @@ class Demonstrations:
             )
         return environment, found
 
+    def close(self) -> None:
+        """Close the instances that scripted policies play."""
+        for environment in self._instances.values():
+            getattr(environment, "close", lambda: None)()
+        self._instances.clear()
+
     def placed(self, specs: Sequence[EpisodeSpec], places: Sequence[int]) -> list[EpisodeSpec]:
         """Let the expert take its places.
 

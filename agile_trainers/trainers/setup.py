@@ -388,6 +388,7 @@ def _make_step(
     experts, demonstrated = None, None
     if args.demonstrations is not None:
         experts = Demonstrations(args, engine, setup.factories, seam.tokenizer, rows_are_options=setup.rows_are_options)
+        closing.callback(experts.close)
         demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     draws = EpisodeDraws(
         args, accelerator, tasks, dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options,

@@ -503,7 +503,8 @@ class MultiTurnTrainer(_Trainer):
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
         trajectories, rewards = played.trajectories, played.rewards
-        self._add_metrics(self.health.measure(generation, trajectories, self._models))
+        own = [trajectory for trajectory in trajectories if not trajectory.demonstration]
+        self._add_metrics(self.health.measure(generation, own, self._models))
         seconds = self.runner.seconds
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,12 +52,12 @@ def demonstration_plays(run: Run) -> list[Trajectory]:
         ValueError: If there is nothing to demonstrate, or the environment does not agree with it.
     """
     engine, rows = run.engine(run.factory), run.rows is not None
-    try:
+    with ExitStack() as closing:
+        closing.callback(engine.pool.close)
         experts = Demonstrations(run.args, engine, {None: run.factory}, run.tokenizer, rows_are_options=rows)
+        closing.callback(experts.close)
         specs = experts.placed(run.specs(), [-1] * run.episodes)
         return engine.run(specs, ScriptedGenerator(lambda request: []))  # every answer is given
-    finally:
-        engine.pool.close()
 
 
 def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:
