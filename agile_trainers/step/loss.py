@@ -60,9 +60,8 @@ class LossPass:
             The log-probabilities (B, T) that TRL's loss reads: their difference to the old ones is the pooled log-ratio.
         """
         batch, self.scored_log_probs = self.batch, log_probs
-        if (
-            DEMONSTRATED in batch.token_columns
-        ):  # whose own loss is added later; others may not see how unlikely they are
+        if DEMONSTRATED in batch.token_columns:
+            # Their own loss is added later; other terms may not see how unlikely they are.
             log_probs = torch.where(batch.counted, log_probs, 0.0)
         if batch.old_per_token_logps is not None:
             # The ratio of a token that is not scored is 1.
