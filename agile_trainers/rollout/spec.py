@@ -68,7 +68,7 @@ class GivenAnswer:
 
     token_ids: list[int]
     prompt_ids: list[int] | None = None
-    """What it was sampled after, where that is known: only there the two below are."""
+    """The prompt that it was sampled after, if that is known: only then the two below are."""
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Of the expert."""
@@ -79,7 +79,7 @@ class Demonstration:
     """An episode of an expert, to be replayed."""
 
     source: str
-    """Where it is from, for errors."""
+    """Its origin, for errors."""
     answers: list[GivenAnswer]
     rewards: list[float]
     """Reward of each turn, which the environment must give again."""

@@ -76,7 +76,7 @@ class Demonstrations:
 
     def _grouped(self, path: Path) -> dict[Start, list[Demonstration]]:
         found: dict[Start, list[Demonstration]] = {}
-        for start, one in (conversations if path.suffix == ".jsonl" else records)(path, self._encode):
+        for start, one in (_told if path.suffix == ".jsonl" else _logged)(path, self._encode):
             if start[0] not in self._factories:
                 known = ", ".join(map(repr, self._factories))
                 raise ValueError(
@@ -157,7 +157,7 @@ class Demonstrations:
         return replace(spec, demonstration=Demonstration(f"{self._name}, seed {spec.seed}", given, episode.rewards))
 
 
-def conversations(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
+def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
     """Read a file of conversations, one JSON object a line.
 
     Each has ``messages``, the ``rewards`` of its last answers, ``seed``, and maybe the ``row`` that ``reset`` got and the
@@ -191,7 +191,7 @@ def conversations(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[
     return found
 
 
-def records(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
+def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
     """Read the rollout log of a run or an evaluation: its episodes that succeeded.
 
     Of an environment that does not report success, those count that have the highest return. The probabilities of answers

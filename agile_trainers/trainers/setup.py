@@ -52,6 +52,7 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.generators.images import LANGUAGE, SUPPORTED, prepare_for_images
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -385,14 +386,9 @@ def _make_step(
     credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
     tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
-    experts, demonstrated = None, None
-    if args.demonstrations is not None:
-        experts = Demonstrations(args, engine, setup.factories, seam.tokenizer, rows_are_options=setup.rows_are_options)
-        closing.callback(experts.close)
-        demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     draws = EpisodeDraws(
         args, accelerator, tasks, dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options,
-        mixture=setup.mixture, placed=None if experts is None else experts.placed,
+        mixture=setup.mixture, placed=_experts(args, setup, engine, seam.tokenizer, closing),
     )  # fmt: skip
     ahead = None
     if snapshots is not None:
@@ -415,7 +411,9 @@ def _make_step(
         critic.unfreeze(policy)
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
-    teacher = None
+    teacher, demonstrated = None, None
+    if args.demonstrations is not None:
+        demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     if taught is not None:
         teacher = Teacher(
             args, accelerator, seam.token_log_probs, packer, taught.model,
@@ -451,6 +449,17 @@ def _make_step(
         turn_means=turn_means,
         offloading=offloading,
     )
+
+
+def _experts(
+    args: MultiTurnConfig, setup: RunSetup, engine: RolloutEngine, tokenizer: Any, closing: ExitStack
+) -> Callable[[list[EpisodeSpec], list[int]], list[EpisodeSpec]] | None:
+    """Return what lets demonstrations take their places; None without any."""
+    if args.demonstrations is None:
+        return None
+    experts = Demonstrations(args, engine, setup.factories, tokenizer, rows_are_options=setup.rows_are_options)
+    closing.callback(experts.close)
+    return experts.placed
 
 
 def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from enumerated import grpo, relative_error
-from five_tokens import END, VOCAB, policy
-from test_teacher_enumeration import Stopping, forward_of, probabilities, taken
+from five_tokens import END, VOCAB, Stopping, forward_of, policy, probabilities, taken
 
 from agile_trainers.objectives.demonstrations import (
     ADVANTAGE_SFT,
