@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.scripted_policies import known_policies, play
 from agile_trainers.evaluation.scripted_policies import answer_ids
+from agile_trainers.imports import NotThereError, load_named
 from agile_trainers.records.plain import from_json, to_json
 from agile_trainers.records.reader import read_records
 from agile_trainers.rollout.engine import RolloutEngine
@@ -100,16 +100,15 @@ class Demonstrations:
         known = known_policies(environment)
         if self._name in known:
             return environment, known[self._name]
-        try:
-            found = pkgutil.resolve_name(self._name)
-        except (ImportError, AttributeError, ValueError):
-            found = None
-        if not callable(found) or ":" not in self._name:
-            raise ValueError(
-                f"demonstrations={self._name!r} is no file or folder, no function 'module.path:name', and none of the "
-                f"environment's scripted policies ({', '.join(map(repr, known)) or 'it has none'})."
-            )
-        return environment, found
+        if ":" in self._name:
+            try:
+                return environment, load_named(self._name)
+            except NotThereError as error:
+                raise ValueError(f"demonstrations={self._name!r} names no function: {error}.") from error
+        raise ValueError(
+            f"demonstrations={self._name!r} is no file or folder, no function 'module.path:name', and none of the "
+            f"environment's scripted policies ({', '.join(map(repr, known)) or 'it has none'})."
+        )
 
     def close(self) -> None:
         """Close the instances that scripted policies play."""

@@ -338,7 +338,7 @@ def test_a_file_that_holds_no_conversations_is_refused(embedded_model, tmp_path,
     [
         ({"demonstrations": "expert"}, "none of the environment's scripted policies .it has none"),
         ({"demonstrations": "wizard", "environment": Choosing}, "scripted policies .'expert'"),
-        ({"demonstrations": "experts:nobody"}, "no function 'module.path:name'"),
+        ({"demonstrations": "experts:nobody"}, "names no function: experts has no 'nobody'"),
         ({"environment": Awaited, **EXPERT}, "the environment's step is async. Record its episodes"),
         ({"environment": "agent:environment_agents:gathers", **EXPERT}, "is an agent, which may ask in any order"),
         ({"demonstrations_per_group": 3, **EXPERT}, "demonstrations_per_group=3 leaves fewer than two own episodes"),
