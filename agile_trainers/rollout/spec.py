@@ -71,7 +71,7 @@ class GivenAnswer:
     """The prompt that it was sampled after, if that is known: only then the two below are."""
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of the expert."""
+    """Log-probabilities under the expert."""
 
 
 @dataclass(frozen=True)
