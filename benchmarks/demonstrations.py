@@ -130,9 +130,9 @@ def train(
 
 
 def run(task: str, side: str, seed: int) -> Run:
-    """Train once, and make the teachers before."""
+    """Train once, and make its teacher before."""
     for name, shift in (("teacher", 1), ("bad_teacher", 3)):
-        if not (RUNS / name / "config.json").is_file():
+        if TASKS[task][side].get("teacher") == str(RUNS / name) and not (RUNS / name / "config.json").is_file():
             print(
                 name, train(partial(Lock, shift=shift), 100, RUNS / name, **with_expert(demonstration_loss="sft"))[-3:]
             )
