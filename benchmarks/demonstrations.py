@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -163,7 +164,7 @@ def arrival(curve: list[float]) -> int | None:
     return next((end for end in range(3, len(curve) + 1) if fmean(curve[end - 3 : end]) >= 0.9), None)
 
 
-def spread(values: list[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """Write the mean, the lowest and the highest."""
     return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
