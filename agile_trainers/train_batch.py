@@ -21,6 +21,8 @@ Batch = dict[str, torch.Tensor]
 _PROMPT, _TOKENS, _EPISODES, _SCALAR, _FLAT, _PATHS = "(B, P)", "(B, T)", "(B,)", "()", "(B, F)", "(B, M)"
 _WORDS, _IMAGES, _HINTS = "(B, W)", "(B, V, ...)", "(B, H)"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
+DEMONSTRATED = "demonstrated"
+"""Column (B, T) of a batch with demonstrations: the credit of each token of an expert, 0 elsewhere."""
 READ = (
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
     "path_ids", "path_lengths", "places",
@@ -113,6 +115,12 @@ class TrainBatch:
         return self.tool_mask * self.completion_mask > 0
 
     @property
+    def scored(self) -> torch.Tensor:
+        """(B, T) bool, the tokens whose log-probabilities are read: those of the policy, and those of an expert."""
+        demonstrated = self.token_columns.get(DEMONSTRATED)
+        return self.counted if demonstrated is None else self.counted | (demonstrated > 0)
+
+    @property
     def lengths(self) -> torch.Tensor:
         """(B,) int64, tokens of prompt and completion, or of all paths."""
         return lengths_of(self.to_trl())
@@ -169,14 +177,16 @@ class TrainBatch:
     def with_advantage(self) -> TrainBatch:
         """Drop the rows that have no advantage, and those without a token that is trained on.
 
-        If no row is left, the shortest one stays: other ranks would wait for a rank that skips its forward and backward
-        pass.
+        If no row of the policy's own is left, the shortest one stays: other ranks would wait for a rank that skips its
+        forward and backward pass, and metrics are over tokens of the policy's own.
         """
-        kept = self.counted.any(dim=1)
+        kept = self.scored.any(dim=1)
         if self.has_advantage is not None:
             kept &= self.has_advantage
-        if not kept.any():
-            kept[self.lengths.argmin()] = True
+        own = self.counted.any(dim=1)
+        if not (kept & own).any():
+            lengths = self.lengths
+            kept[lengths.masked_fill(~own, int(lengths.max()) + 1).argmin()] = True
         return self.rows(kept)
 
     def only(self, tokens: torch.Tensor) -> TrainBatch:

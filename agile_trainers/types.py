@@ -236,6 +236,8 @@ class Trajectory:
     those that were kept for each token (:mod:`agile_trainers.objectives.kept_sets`), empty for all and on observations."""
     pictures: list[list[Picture]] | None = field(default=None, repr=False, compare=False)
     """The images of each path, in order; of an ordinary episode, of its only one. None without any image."""
+    demonstration: bool = False
+    """True if an expert gave the answers; ``sampling_logprobs`` are then its own, 0 where they are unknown."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
 
@@ -452,6 +454,8 @@ class TurnBatch:
     once."""
     linear: torch.Tensor
     """(B,) bool, see :attr:`Trajectory.linear`."""
+    demonstrations: torch.Tensor | None = None
+    """(B,) bool, see :attr:`Trajectory.demonstration`. None if all are False."""
     path_ids: torch.Tensor | None = None
     """(B, F) int64, right-padded; the tokens of an episode's paths, one path after another. None if every episode is a
     single path, its prompt and completion. What follows is None with it."""
@@ -490,7 +494,7 @@ class TurnBatch:
 
     @property
     def action_mask(self) -> torch.Tensor:
-        """(B, T) bool, True on the tokens that the policy sampled."""
+        """(B, T) bool, True on the tokens of answers."""
         return self.turn_ids >= 0
 
     @property
@@ -500,5 +504,6 @@ class TurnBatch:
 
     @property
     def valid_mask(self) -> torch.Tensor:
-        """(B, T) bool, True on the sampled tokens of episodes that did not fail."""
-        return self.action_mask & ~self.failed[:, None]
+        """(B, T) bool, True on the tokens that the policy sampled in episodes that did not fail."""
+        mask = self.action_mask & ~self.failed[:, None]
+        return mask if self.demonstrations is None else mask & ~self.demonstrations[:, None]

@@ -70,6 +70,7 @@ LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 KEPT = "tests/objectives/test_kept_sets.py"
+SHOWN, SHOWN_ENUMERATED = "tests/trainers/test_demonstrations.py", "tests/trainers/test_demonstration_enumeration.py"
 TEACHER, TEACHER_ENUMERATED = "tests/trainers/test_teacher.py", "tests/trainers/test_teacher_enumeration.py"
 TRUNCATED = "tests/trainers/test_truncated_enumeration.py"
 TRUNCATED_RUNS = "tests/trainers/test_truncated_runs.py"
@@ -641,6 +642,54 @@ MUTATIONS = [
     Mutation(
         "rewards that a teacher does not need", "evaluation/diagnosis.py",
         "if not options.rewarded:", "if False:", DIAGNOSIS,
+    ),
+    Mutation(
+        "demonstrations inside of the statistics of own episodes", "step/credit.py",
+        "self._rule(turns.own()), self._args, None", "self._rule(turns), self._args, None", f"{SHOWN} -k among_themselves",
+    ),
+    Mutation(
+        "a demonstration weighed by the logarithm", "objectives/demonstrations.py",
+        ".clamp(max=0.0).exp()", ".clamp(max=0.0)", f"{SHOWN_ENUMERATED} -k weighted-one",
+    ),
+    Mutation(
+        "a demonstration without the bound", "objectives/demonstrations.py",
+        ".clamp(max=0.0).exp()", ".exp()", f"{SHOWN_ENUMERATED} -k weighted-one",
+    ),
+    Mutation(
+        "a demonstration that is worse pushed away", "step/credit.py",
+        "whole.advantages.clamp(min=0.0)", "whole.advantages", f"{SHOWN_ENUMERATED} -k advantage_sft-one",
+    ),
+    Mutation(
+        "demonstrations among the tokens of own episodes", "types.py",
+        "return mask if self.demonstrations is None else mask & ~self.demonstrations[:, None]", "return mask",
+        f"{SHOWN} -k stated_mixture",
+    ),
+    Mutation(
+        "an unlikely answer of an expert in the KL term", "step/loss.py",
+        "if DEMONSTRATED in batch.token_columns:", "if False:", f"{SHOWN} -k cannot_give",
+    ),
+    Mutation(
+        "recorded ids after another prompt", "rollout/replay.py",
+        "known = answer.prompt_ids == request.token_ids", "known = answer.prompt_ids is not None",
+        f"{SHOWN} -k probabilities",
+    ),
+    Mutation(
+        "a replay that may disagree", "rollout/rollout.py", "demonstration.check(trajectory)", "pass",
+        f"{SHOWN} -k disagrees",
+    ),
+    Mutation(
+        "answers of an expert given twice after a checkpoint", "rollout/rollout.py",
+        "answered = len(self._recorded[key].answers) if key in self._recorded else 0", "answered = 0",
+        f"{SHOWN} -k goes_on",
+    ),
+    Mutation(
+        "an expert's success in the policy's", "monitor/episode_log.py",
+        "own = [place for place, expert in enumerate(shown) if not expert]", "own = list(range(len(shown)))",
+        f"{SHOWN} -k own_episodes",
+    ),
+    Mutation(
+        "a batch of demonstrations without own tokens", "train_batch.py",
+        "if not (kept & own).any():", "if not kept.any():", f"{SHOWN} -k own_episodes",
     ),
     Mutation(
         "a policy over all tokens under a filter", "objectives/kept_sets.py",

@@ -306,6 +306,19 @@ def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     assert code == 0 and "no learning signal" not in report and "Ready to train" in report
 
 
+def test_demonstrations_are_replayed(embedded_model: Path, tmp_path: Path) -> None:
+    """With them, equal returns of the model are no reason to stop."""
+    options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8", "--model", str(embedded_model)]
+    code, report = run("PaysTheRest", *options, "--demonstrations", "expert")
+    assert code == 0 and "no learning signal" not in report
+    assert "Demonstrations: expert" in report and "4 agree with the environment: return +2.000" in report
+    shown = tmp_path / "shown.jsonl"
+    answers = [{"role": "assistant", "content": "yes"}] * 2
+    shown.write_text(json.dumps({"seed": 1, "messages": answers, "rewards": [1.0, 5.0]}))
+    code, report = run("PaysTheRest", *options, "--demonstrations", str(shown))
+    assert code == 1 and "got the rewards [1.0, 5.0] when it was recorded and [1.0, 1.0] now" in report
+
+
 def test_a_module_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_here.py").write_text("raise RuntimeError('no licence')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_a_person_plays_a_game() -> None:
         "Over: terminated after 3 turns, return +0.8, success.",
     ]
     assert "[5][<|im_end|>]" in screen and "6 of " in screen
+
+
+def test_what_is_played_is_recorded_as_demonstrations(tmp_path: Path) -> None:
+    options = ["--environment", "agile:guess_number", "--environment_args", '{"level": "easy"}', "--seed", "4"]
+    file = tmp_path / "mine.jsonl"
+    for _ in range(2):
+        assert played(*options, "--record", str(file), answers=("3", "x", "5"))[0] == 0
+    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    assert first == second and first["seed"] == 4 and first["rewards"] == [0.0, -0.2, 1.0]
+    assert [message["content"] for message in first["messages"] if message["role"] == "assistant"] == ["3", "x", "5"]
+    with pytest.raises(ValueError, match=r"to a \.jsonl file"):
+        played(*options, "--record", str(tmp_path / "mine.txt"), answers=())
 
 
 def test_one_may_leave_and_play_several() -> None:

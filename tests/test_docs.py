@@ -237,6 +237,7 @@ EARNED = {
     "docs/launch.md": [GUESS],
     "docs/task_sampling.md": [GUESS],
     "docs/teacher.md": [GUESS, GUESS, GUESS],
+    "docs/demonstrations.md": [GUESS],
     "docs/reasoning.md": [ideal_answers],
     "docs/trl.md": [tool_calls, products],
     "docs/environments.md": [GUESS, tool_calls],

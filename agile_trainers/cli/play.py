@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +19,7 @@ from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.evaluation.scripted_policies import answer_calls, play_scripted
+from agile_trainers.records.plain import to_json
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -44,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_model_length", type=int, default=1 << 20, help="tokens of an episode (default: 1 million)"
     )
     parser.add_argument("--tokens", action="store_true", help="draw the tokens of each episode after it")
+    parser.add_argument("--record", metavar="FILE", help="append each episode to a .jsonl file of demonstrations")
     return parser
 
 
@@ -69,6 +72,10 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     agent = agent_of(factory)
     if agent is not None:
         agent.check_row(None)
+    if options.record and (agent is not None or Path(options.record).suffix != ".jsonl"):
+        raise ValueError(
+            f"--record={options.record} writes demonstrations of an environment, no agent's, to a .jsonl file."
+        )
     if options.model:
         check_model(options.model, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
@@ -109,6 +116,10 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
             console.print("\nYou left the game.")
             return 0
         _show_end(console, episode, tokenizer if options.tokens else None)
+        if options.record and not episode.stop_reason.failed:
+            conversation = [*episode.prompt, *(message for turn in episode.turns for message in turn.said)]
+            with Path(options.record).open("a", encoding="utf-8") as file:
+                file.write(to_json({"seed": seed, "messages": conversation, "rewards": episode.rewards}) + "\n")
         if episode.stop_reason.failed:
             return 1
     return 0

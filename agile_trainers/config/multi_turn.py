@@ -26,6 +26,7 @@ from agile_trainers.config.rules import (
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
+from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT
 from agile_trainers.objectives.distillation import IMMEDIATE
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
@@ -261,6 +262,21 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Entry of the environment's `info`, such as the solution, that the teacher alone reads. Default: none.",
     )
+    demonstrations: str | None = option(
+        None,
+        "Episodes of an expert that take places of each group ([demonstrations](demonstrations.md)): a rollout log, a "
+        "`.jsonl` file of conversations, a scripted policy of the environment (`expert`) or `module.path:function`. "
+        "Default: none.",
+    )
+    demonstrations_per_group: int = option(
+        1, "Places that demonstrations take, of each group; without groups, of each generation batch."
+    )
+    demonstration_loss: str = option(
+        ADVANTAGE_SFT,
+        "Treatment of an expert's tokens: `advantage_sft` weighs them by the advantage; `weighted` also by the policy's "
+        "probability over the expert's, at most 1; `sft` by nothing.",
+    )
+    demonstration_coef: float = option(1.0, "Weight of a demonstration beside an own episode.")
     lora_target_scope: str | None = option(
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."
     )

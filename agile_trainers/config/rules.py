@@ -19,6 +19,7 @@ from trl import GRPOConfig
 from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives import drift
+from agile_trainers.objectives.demonstrations import TREATMENTS
 from agile_trainers.objectives.distillation import GRADIENTS, RETURN_TO_GO
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions, check_names
@@ -307,8 +308,10 @@ VALUES: tuple[Rule, ...] = (
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
     at_least(0, "batches_ahead", "teacher_coef_end"),
-    positive("teacher_coef"),
+    positive("teacher_coef", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
+    one_of("demonstration_loss", *TREATMENTS),
+    at_least(1, "demonstrations_per_group"),
     in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay"),
     Rule(
         ("stop_strings",),
@@ -520,6 +523,10 @@ def check_order_of_turns(args: Any, agents: Sequence[str]) -> None:
         )
 
 
+def _demonstrates(args: Any) -> bool:
+    return args.demonstrations is not None
+
+
 def _uses_reference(args: Any) -> bool:
     return bool(args.beta != 0.0)
 
@@ -560,6 +567,32 @@ _TEACHER = (
     excludes("skip_zero_advantage", (True,), "teacher", why="and a teacher trains episodes without advantage too"),
     excludes("disable_dropout", (False,), "teacher", why="whose noise would be read as a divergence"),
     excludes("drift_correction", (drift.DECISION,), "teacher", why="which weighs rewards and no token"),
+)  # fmt: skip
+
+_DEMONSTRATIONS = (
+    acts_with(
+        "demonstrations", _demonstrates, "demonstrations_per_group", "demonstration_loss",
+        "demonstration_coef", needed="demonstrations",
+    ),
+    Rule(
+        ("demonstrations_per_group",),
+        lambda args, value: (
+            args.demonstrations is None
+            or value <= (args.generation_batch_size if args.groupless else args.num_generations) - 2
+        ),
+        "demonstrations_per_group={value} leaves fewer than two own episodes, which are compared with each other. Lower it, "
+        "or raise num_generations (the generation batch, without groups).",
+    ),
+    Rule(
+        ("demonstrations",),
+        lambda args, value: value is None or args.rewarded,
+        "demonstrations={value!r} have no effect: {args.__class__.__name__} does not train on rewards, which say what a "
+        "demonstration is worth. Leave demonstrations unset, or pass teacher to another algorithm.",
+    ),
+    excludes("demonstrations", _demonstrates, "whiten_advantages", why="which would be over own episodes alone"),
+    excludes("kl_placement", ("reward", "advantage"), "demonstrations", why="whose tokens have no reference there"),
+    excludes("drift_correction", (drift.DECISION,), "demonstrations", why="which no earlier policy has played"),
+    excludes("task_sampling", ("adaptive",), "demonstrations", why="which make every group informative"),
 )  # fmt: skip
 
 _EXTRAS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -685,7 +718,8 @@ _AHEAD = (
 )  # fmt: skip
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_RECORDS, *_BATCH, *_TURN_RATIOS, *_AHEAD,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_RECORDS, *_BATCH, *_TURN_RATIOS,
+    *_AHEAD,
 )  # fmt: skip
 """Rules for a run with an environment."""
 
@@ -726,6 +760,12 @@ BY_HAND: tuple[Rule, ...] = (
         "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
         "{name} unset, or call train().",
         when_set=True,
+    ),
+    Rule(
+        ("demonstrations",),
+        lambda args, value: value is None,
+        "demonstrations={value!r} take places in the groups that train() plays; with rollout() and update() the caller "
+        "plays them. Leave it unset, or call train().",
     ),
     Rule(
         ("batches_ahead",),

@@ -50,6 +50,7 @@ def play(
     *,
     options: dict[str, Any] | None = None,
     max_turns: int | None = None,
+    player: str | None = None,
 ) -> Episode:
     """Play one episode of an environment that is not async.
 
@@ -59,11 +60,12 @@ def play(
         seed: Seed of the environment and of the policy's separate random generator.
         options: The dataset row passed to ``reset``.
         max_turns: Stop after this many turns. Default: play until the environment ends the episode.
+        player: Seed of the policy's generator. Default: ``seed``.
 
     Raises:
         EnvironmentProtocolError: If the environment breaks the protocol.
     """
-    rng = random.Random(f"player {seed}")
+    rng = random.Random(f"player {seed if player is None else player}")
     observation, _ = validate_reset(bound_reset(environment, seed, options)())
     episode = Episode(messages=as_messages(observation))
     while True:

@@ -91,6 +91,8 @@ TOO_FEW = 0.4
 TOO_FAR = 0.1
 """Divergence of the policy that trains from the one that played, in nats a token. In long episodes few count even where the
 two are close."""
+ALONE = 0.5
+"""Share of the groups in which only an expert succeeds, from which the policy does not learn from it."""
 NEAR = 0.01
 """Divergence from the reference, in nats a token, up to which a policy plays as its reference."""
 
@@ -307,8 +309,8 @@ def returns_differ(low: float, high: float) -> bool:
 
 def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
     none, success = _without_advantage(history, options), history.mean("success")
-    if none is None or success is None or success > UNSOLVED:
-        return None
+    if none is None or success is None or success > UNSOLVED or history.mean("demonstrations/alone"):
+        return None  # what experts can do is not too hard
     return _of_sampling(
         history, options, f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage."
     )
@@ -507,6 +509,17 @@ def _teacher_left(history: MetricHistory, options: Any) -> Evidence | None:
     return Evidence(
         f"The divergence from the teacher rose from {first:.2g} to {now:.2g} nats a token, and {_fallen(*fall)}: the policy "
         "is in states that the teacher does not know."
+    )
+
+
+def _expert_alone(history: MetricHistory, options: Any) -> Evidence | None:
+    alone, success = history.mean("demonstrations/alone", UPDATES), history.mean("success", UPDATES)
+    known, learned = history.mean("demonstrations/log_prob", UPDATES), history.rose("demonstrations/log_prob")
+    if alone is None or alone < ALONE or known is None or learned or (success or 0.0) > UNSOLVED:
+        return None
+    return Evidence(
+        f"In {alone:.0%} of the latest groups only the expert succeeded, and the policy has not come nearer to its answers "
+        f"({known:.2f} nats a token)."
     )
 
 
@@ -919,6 +932,12 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "Lower teacher_coef, or let it end at 0 (teacher_coef_end); teacher_turn_decay below 1 leaves late turns to the "
         "reward.",
         ("teacher_coef", "teacher_coef_end", "teacher_turn_decay"), unless=_DESTROYED,
+    ),
+    HealthCheck(
+        "expert_alone", ("demonstrations/alone", "demonstrations/log_prob", "success"), _expert_alone,
+        "Raise learning_rate or demonstration_coef; demonstration_loss='weighted' hardly moves what the policy finds "
+        "unlikely. If the policy could never say the expert's answers, train on them first (--model of an SFT stage).",
+        ("learning_rate", "demonstration_coef", "demonstration_loss"), unless=_DESTROYED,
     ),
     HealthCheck(
         "value_not_learning", ("value/error", "value/spread"), _value_not_learning,

@@ -142,7 +142,7 @@ def answer_calls(
     def said(request: GenerationRequest) -> str:
         shared = max((common_prefix(ids, request.token_ids) for ids in read), default=0)
         text = answer(tokenizer.decode(request.token_ids[shared:]))
-        read.append([*request.token_ids, *_tokens_of(text, engine, tokenizer)])
+        read.append([*request.token_ids, *answer_ids(text, engine, tokenizer)])
         return text
 
     return _played(engine, said, specs, tokenizer)
@@ -155,14 +155,15 @@ def _played(
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Trajectory]:
     """Play episodes one after the other with answers that are texts, and close the pool."""
-    generator = ScriptedGenerator(lambda request: _tokens_of(answer(request), engine, tokenizer))
+    generator = ScriptedGenerator(lambda request: answer_ids(answer(request), engine, tokenizer))
     try:
         return [trajectory for spec in specs for trajectory in engine.run([spec], generator)]
     finally:
         engine.pool.close()
 
 
-def _tokens_of(answer: str, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def answer_ids(answer: str, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize an answer that was not sampled, with the token that ends it."""
     ends = engine.chat.eos_token_ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else next(iter(ends), None)
     ids: list[int] = tokenizer.encode(answer, add_special_tokens=False)

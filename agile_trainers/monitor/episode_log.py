@@ -15,6 +15,7 @@ from agile_trainers.monitor.reporting import environment_summaries, training_sum
 from agile_trainers.monitor.rollout_log import shown_messages
 from agile_trainers.objectives.advantages import pool_over_turns
 from agile_trainers.rollout.metrics import (
+    demonstration_metrics,
     differing_groups,
     environments_with_success,
     episode_metrics,
@@ -68,24 +69,33 @@ class EpisodeLog:
         Returns:
             The metrics, and the number of tokens of all episodes.
         """
+        shown = gather_object([trajectory.demonstration for trajectory in trajectories])
         rows = gather_object([episode_metrics(trajectory) for trajectory in trajectories])
+        members, demonstrated = self._members, {}
+        if any(shown):
+            # An expert's episodes say nothing of the policy.
+            demonstrated = demonstration_metrics(rows, shown, self._members)
+            own = [place for place, expert in enumerate(shown) if not expert]
+            rows, rewards = [rows[place] for place in own], rewards[own]
+            trajectories = [trajectory for trajectory in trajectories if not trajectory.demonstration]
+            members = max(1, len(own) * self._members // len(shown))
         per_episode = self._rewards.totals(rewards)
         unused = gather_object([episode_metrics(trajectory) for _, trajectory in discarded])
         known = self._reports_success
         known |= environments_with_success(rows)
         summary = training_summary(rows, max(gather_object([seconds])), unused, known)
-        summary |= self._rewards.summary(rewards)
+        summary |= self._rewards.summary(rewards) | demonstrated
         summary |= environment_summaries(rows, per_episode.tolist(), known)
-        compared = self._members if self._members > 1 else len(rows)
+        compared = members if members > 1 else len(rows)
         group_size = len(rows) if self._by_batch else compared
         summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
         tasks = gather_object([task_of(trajectory) for trajectory in trajectories])
-        summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared, self._members)
-        alike = seeds_alike(gather_object([outcomes_of(trajectory) for trajectory in trajectories]), self._members)
+        summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared, members)
+        alike = seeds_alike(gather_object([outcomes_of(trajectory) for trajectory in trajectories]), members)
         if alike is not None:
             summary["seeds_alike"] = alike
         if self._members > 1:
-            summary["groups_with_different_starts"] = self._compare_starts(trajectories)
+            summary["groups_with_different_starts"] = self._compare_starts(trajectories, members)
         failed = next((trajectory for trajectory in trajectories if trajectory.error is not None), None)
         error = None if failed is None else ": ".join(filter(None, (failed.environment_name, failed.error)))
         error = next(filter(None, gather_object([error])), None)
@@ -119,9 +129,8 @@ class EpisodeLog:
             tables["extra"][name].extend(masked(values))
         tables["advantages"].extend(pool_over_turns(advantages, turn_mask)[:, 0].tolist())
 
-    def _compare_starts(self, trajectories: Sequence[Trajectory]) -> float:
+    def _compare_starts(self, trajectories: Sequence[Trajectory], size: int) -> float:
         """Return the share of groups, of all ranks, whose members started differently, and note the first."""
-        size = self._members
         starts = gather_object([start_of(trajectory) for trajectory in trajectories])
         different, groups = differing_groups(starts, size), len(starts) // size
         if different:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from agile_trainers.records.plain import encodable
 from agile_trainers.types import path_nodes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the rollout log, in ``run.json``."""
 
 TURN = pa.struct({
@@ -60,6 +60,7 @@ EPISODE = pa.schema({
     "stop_reason": pa.string(),
     "error": pa.string(),
     "truncated": pa.bool_(),
+    "demonstration": pa.bool_(),  # true if an expert gave the answers; else null
     "num_turns": pa.int32(),
     "num_tokens": pa.int32(),  # after the first prompt; what paths share counts once
     "prompt": pa.string(),  # the messages as JSON

@@ -186,6 +186,7 @@ def episode_row(
         "stop_reason": trajectory.stop_reason.value,
         "error": trajectory.error,
         "truncated": trajectory.stop_reason.truncated,
+        "demonstration": trajectory.demonstration or None,
         "num_turns": len(turns),
         "num_tokens": trajectory.num_tokens - len(trajectory.prompt_ids),
         "prompt": to_json(trajectory.prompt),

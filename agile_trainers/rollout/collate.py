@@ -87,6 +87,8 @@ def collate(
         for k, anchor in enumerate(trajectory.anchors):
             batch.anchors[row, k] = 0 if anchor is None else _hash(anchor)
         batch.following[row, max(len(trajectory.turns) - 1, 0) :] = num_turns
+    if any(trajectory.demonstration for trajectory in trajectories):
+        batch.demonstrations = torch.tensor([trajectory.demonstration for trajectory in trajectories])
     if any(trajectory.kept is not None for trajectory in trajectories):
         sets = [trajectory.kept or () for trajectory in trajectories]
         batch.kept_words, batch.kept_sizes = pad_sets(sets, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from statistics import fmean, stdev
 from typing import Any
 
@@ -101,6 +102,34 @@ def with_success(rows: Sequence[dict[str, Any]], known: Collection[str | None] =
         else row
         for row in rows
     ]
+
+
+def demonstration_metrics(rows: Sequence[dict[str, Any]], shown: Sequence[bool], group_size: int) -> dict[str, float]:
+    """Compute the metrics of an expert's episodes.
+
+    Args:
+        rows: The :func:`episode_metrics` of each episode of all ranks; members of a group are adjacent.
+        shown: Whether an expert gave the answers of each.
+        group_size: Members of a group; 1 without groups, where the batch is compared as one.
+
+    Returns:
+        ``demonstrations/return``, ``demonstrations/success`` where it is reported, and ``demonstrations/alone``: the share
+        of groups in which an expert succeeded, or had a higher return where success is not reported, and no own episode did.
+    """
+    size = group_size if group_size > 1 else len(rows)
+    experts = [row for row, expert in zip(rows, shown, strict=True) if expert]
+    metrics = {"demonstrations/return": fmean(row["return"] for row in experts)}
+    reported = [row["success"] for row in experts if row["success"] is not None]
+    if reported:
+        metrics["demonstrations/success"] = fmean(reported)
+    key = "success" if reported else "return"
+    groups = [range(first, first + size) for first in range(0, len(rows), size)]
+
+    def best(group: range, expert: bool) -> float:
+        return max((float(rows[n][key] or 0.0) for n in group if shown[n] == expert), default=-inf)
+
+    metrics["demonstrations/alone"] = fmean(best(group, True) > best(group, False) for group in groups)
+    return metrics
 
 
 def summarize(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, Generator
+from agile_trainers.rollout.spec import GivenAnswer
 from agile_trainers.types import Trajectory, keyed
 
 logger = logging.get_logger(__name__)
@@ -172,6 +173,44 @@ class ReplayingGenerator:
         """Forget an episode; see :class:`Generator`."""
         self._staged = [staged for staged in self._staged if staged[0].episode != episode]
         self._generator.release(episode)
+
+
+class DemonstratingGenerator(ReplayingGenerator):
+    """Gives the answers of experts, and leaves other episodes to another generator.
+
+    Args:
+        generator: The other generator.
+        given: Key of an episode to the answers that are left of it, which are taken from there.
+    """
+
+    def __init__(self, generator: Generator, given: dict[int, list[GivenAnswer]]) -> None:
+        super().__init__(generator, {}, lambda key, record: None)
+        self._given = given
+
+    def _recorded_for(self, request: GenerationRequest) -> RecordedAnswer | None:
+        answers = self._given.get(request.episode)
+        if answers is None:
+            return None
+        if not answers:
+            raise ValueError(
+                "A demonstration has no answers left, and its environment asks for more. It was recorded to another end: "
+                "lower max_turns to its number of turns, or record it again."
+            )
+        answer = answers[0]
+        known = answer.prompt_ids == request.token_ids
+        ids, logprobs = answer.token_ids, [0.0] * len(answer.token_ids)
+        if known:
+            ids, logprobs = answer.sampled_ids, answer.logprobs
+        if len(ids) > request.max_new_tokens:
+            raise ValueError(
+                f"An answer of a demonstration has {len(ids)} tokens, more than the {request.max_new_tokens} that are left. "
+                "Raise max_new_tokens, or max_model_length if that is what is left of it."
+            )
+        return RecordedAnswer("", ids, logprobs, "stop")
+
+    def _answer(self, request: GenerationRequest, answer: RecordedAnswer) -> GenerationOutput:
+        self._given[request.episode].pop(0)
+        return GenerationOutput(request.episode, answer.token_ids, answer.logprobs, "stop", request.call, read=None)
 
 
 def warn_of(left: RecordedEpisode) -> None:

@@ -9,8 +9,14 @@ from weakref import ref
 
 from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.rollout.replay import Ended, RecordedEpisode, ReplayingGenerator, warn_of
-from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.rollout.replay import (
+    DemonstratingGenerator,
+    Ended,
+    RecordedEpisode,
+    ReplayingGenerator,
+    warn_of,
+)
+from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer, Limits
 from agile_trainers.types import Trajectory
 
 _WAKE = "wake"
@@ -68,6 +74,9 @@ class Rollout:
         self._kinds: list[Episodes] = []
         self._finished: dict[int, Ended] = {}
         self._recorded: dict[int, RecordedEpisode] = {}
+        self._demonstrations: dict[int, Demonstration] = {}
+        self._given: dict[int, list[GivenAnswer]] = {}
+        """Key of an episode of an expert to the answers that are left."""
 
     @property
     def under_way(self) -> int:
@@ -96,6 +105,10 @@ class Rollout:
             if episodes not in self._kinds:
                 self._kinds.append(episodes)
             self._playing[key] = episodes
+            if spec.demonstration is not None:
+                self._demonstrations[key] = spec.demonstration
+                answered = len(self._recorded[key].answers) if key in self._recorded else 0
+                self._given[key] = spec.demonstration.answers[answered:]
             episodes.start(key, spec, self._limits_of(spec.environment))
 
     def play(
@@ -156,6 +169,8 @@ class Rollout:
 
         Between its calls the generator keeps its requests; see :meth:`play_until` for what happens at the end of the block.
         """
+        if self._given:
+            generator = DemonstratingGenerator(generator, self._given)
         if self._recorded:
             generator = ReplayingGenerator(generator, self._recorded, self._replayed)
         # One that tells when it has an answer need not be asked again and again.
@@ -265,6 +280,10 @@ class Rollout:
         if (left := self._recorded.pop(key, None)) is not None:
             warn_of(left)
         self._finished[key], trajectory = ended, ended.trajectory
+        if (demonstration := self._demonstrations.pop(key, None)) is not None:
+            del self._given[key]
+            trajectory.demonstration = True
+            demonstration.check(trajectory)
         if self._kept is not None and not trajectory.stop_reason.failed:
             trajectory.environment = self._pool.environment(key)
             self._kept.append(ref(trajectory))

@@ -27,6 +27,7 @@ from agile_trainers.step.log_probs import (
     mismatch_weights,
     weights_of_turns,
 )
+from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import Teacher
 from agile_trainers.train_batch import TrainBatch, own_rows
@@ -183,6 +184,7 @@ class BatchMaker:
         critic: The critic, or a :class:`NoCritic`.
         snapshots: The adapters of earlier policies, with ``batches_ahead``.
         teacher: The teacher, if there is one.
+        demonstrated: Trains on an expert's episodes, if there are any.
         add_metrics: Takes metrics to log.
         skips_zero_advantage: True if episodes without advantage are left out of the forward passes.
     """
@@ -196,12 +198,14 @@ class BatchMaker:
         critic: Critic | NoCritic,
         snapshots: Snapshots | None,
         teacher: Teacher | None,
+        demonstrated: DemonstrationLoss | None,
         add_metrics: Callable[[Mapping[str, float]], None],
         *,
         skips_zero_advantage: bool,
     ) -> None:
         self._args, self._accelerator, self._passes = args, accelerator, passes
         self._credit, self.critic, self.snapshots, self._teacher = credit, critic, snapshots, teacher
+        self._demonstrated = demonstrated
         self._add_metrics, self.skips_zero_advantage = add_metrics, skips_zero_advantage
 
     def make(self, models: Models, played: PlayedGroups, step: int, *, first_is_one: bool) -> MadeBatch:
@@ -293,5 +297,7 @@ class BatchMaker:
         spread = self.critic.spread(credit, read, batch)
         output, metrics = train_batch(batch, credit, spread, log_probs, self._args, self._accelerator)
         self._add_metrics(metrics)
+        if self._demonstrated is not None:
+            self._demonstrated.add_column(output, batch, spread)
         self.critic.add_columns(output, read, credit, batch)
         return output

@@ -46,6 +46,16 @@ class CreditInputs:
     """(B, K), weight of each turn's reward in episodes that an earlier policy played, with
     ``drift_correction="decision_truncate"``; see :func:`~agile_trainers.objectives.returns.gae`. A rule that applies them
     declares ``weighs_decisions``. None: all are 1."""
+    demonstrations: torch.Tensor | None = None
+    """(B,) bool, the episodes of an expert. A rule is applied twice: to all episodes, for the advantages of these, and to
+    the policy's own, with these as if they had failed. None: there are none."""
+
+    def own(self) -> CreditInputs:
+        """Return the same with the policy's own episodes alone."""
+        if self.demonstrations is None:
+            return self
+        mask = self.mask & ~self.demonstrations[:, None]
+        return replace(self, mask=mask, failed=self.failed | self.demonstrations, demonstrations=None)
 
 
 @dataclass
@@ -74,9 +84,12 @@ class Judged:
     """The credit of a generation batch, of all processes, before anything is normalized."""
 
     turns: CreditInputs
+    """The policy's own: an expert's count as failed."""
     credit: Credit
     zero: torch.Tensor
     """(groups,) bool, zero-advantage groups; without groups, each episode is one."""
+    demonstrated: torch.Tensor | None = None
+    """(B, K), advantages of an expert's turns beside all, at least 0; 0 elsewhere. None without an expert."""
 
 
 class CreditAssignment:
@@ -110,10 +123,17 @@ class CreditAssignment:
             weights: (B, K), of episodes of an earlier policy.
         """
         turns = gather_turns(batch, self._accelerator, values, final_values, weights)
-        credit, args = self._rule(turns), self._args
+        credit, args, demonstrated = self._rule(turns.own()), self._args, None
+        advantages = credit.advantages
+        if turns.demonstrations is not None:
+            whole, there = self._rule(turns), turns.mask & turns.demonstrations[:, None]
+            demonstrated = torch.where(there, whole.advantages.clamp(min=0.0), 0.0)
+            advantages = advantages + demonstrated
+            columns = {n: torch.where(there, whole.columns[n], column) for n, column in credit.columns.items()}
+            credit = replace(credit, columns=columns)
         # Before whitening, which moves an advantage of 0 by the batch's mean.
-        zero = zero_advantage_groups(credit.advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
-        return Judged(turns, credit, zero)
+        zero = zero_advantage_groups(advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
+        return Judged(turns.own(), credit, zero, demonstrated)
 
     def finish(self, judged: Judged) -> Credit:
         """Whiten, clip and pool advantages, as the options say.
@@ -129,6 +149,11 @@ class CreditAssignment:
         if not self._args.groupless:
             credit.metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
         credit.metrics |= credit_by_turn(turns.rewards, credit.advantages, turns.mask)
+        if judged.demonstrated is not None:
+            bound = self._args.advantage_clip_range
+            credit.advantages = credit.advantages + (
+                judged.demonstrated if bound is None else judged.demonstrated.clamp(max=bound)
+            )
         return credit
 
 
@@ -154,6 +179,7 @@ def own_turns(
         values=values,
         final_values=final_values,
     )
+    inputs.demonstrations = batch.demonstrations
     if batch.path_ids is not None:
         inputs.linear, inputs.following, inputs.rewarded = batch.linear, batch.following, batch.rewarded
     return inputs
@@ -184,11 +210,17 @@ def gather_turns(
     )
     # All processes must take the same branch below, though only some may have an episode of several paths.
     several = torch.full_like(batch.failed, batch.path_ids is not None)
-    failed, environments, linear, several = accelerator.gather((own.failed, own.environments, batch.linear, several))
+    shown = torch.zeros_like(batch.failed) if batch.demonstrations is None else batch.demonstrations
+    failed, environments, linear, several, shown = accelerator.gather(
+        (own.failed, own.environments, batch.linear, several, shown)
+    )
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
-    if several.any():
+    paths, experts = torch.stack([several, shown]).any(dim=1).tolist()
+    if paths:
         following = torch.where(following < 0, rewards.size(1), following)
         inputs.linear, inputs.following, inputs.rewarded = linear, following, rewarded
+    if experts:
+        inputs.demonstrations = shown
     if values is not None:
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)

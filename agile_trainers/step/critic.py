@@ -288,7 +288,7 @@ class Critic:
     def _by_token(self, batch: TurnBatch) -> bool:
         """Return True, on all ranks alike, if this generation batch has advantages per token."""
         if self._args.advantage_granularity == "auto":
-            turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
+            turns = own_turns(batch).own().mask.sum(dim=1).max()
             return int(self._accelerator.gather(turns).max()) <= 1
         return self._args.advantage_granularity == "token"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class EpisodeDraws:
         dataset: The rows that tasks are drawn from.
         rows_are_options: True if ``reset`` gets the rows.
         mixture: The environments of a run of several; None for one.
+        placed: Lets an expert take its places, given specifications and their places; None without one.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class EpisodeDraws:
         dataset: Any,
         rows_are_options: bool,
         mixture: Mixture | None,
+        placed: Callable[[list[EpisodeSpec], list[int]], list[EpisodeSpec]] | None = None,
     ) -> None:
         self._args, self._accelerator, self.tasks = args, accelerator, tasks
         self._dataset, self._rows_are_options, self._mixture = dataset, rows_are_options, mixture
-        self._members = args.num_generations
+        self._members, self._placed = args.num_generations, placed
         self._groups = args.generation_batch_size // self._members
 
     def batch(self, inputs: Sequence[Row], generation: int) -> Drawn:
@@ -99,6 +101,9 @@ class EpisodeDraws:
             environments=draw.environments,
             offset=attempt * self._groups,
         )
+        if self._placed is not None:
+            specs = self._placed(specs, places)
+            inputs = [{**row, **(spec.options or {})} for row, spec in zip(inputs, specs, strict=True)]
         rows = with_names(inputs, specs)
         return Drawn(places, specs, rows, self._names(draw, places, rows), draw)
 

@@ -9,11 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from accelerate import Accelerator
 
+from agile_trainers.objectives.demonstrations import demonstration_credit, demonstration_loss
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.packing.forward import Taught
 from agile_trainers.packing.kept_head import Teaching
+from agile_trainers.step.credit import TurnMeans
 from agile_trainers.step.token_batches import TokenBatch
-from agile_trainers.train_batch import Batch, TrainBatch
+from agile_trainers.train_batch import DEMONSTRATED, Batch, TrainBatch
+from agile_trainers.types import TurnBatch
 
 
 @dataclass
@@ -29,6 +32,8 @@ class LossPass:
     """(B, T), from the forward pass of the loss."""
     token_log_probs: torch.Tensor | None = None
     """(B, T), the same before ratios are pooled, with gradient."""
+    scored_log_probs: torch.Tensor | None = None
+    """(B, T), the same of an expert's tokens too."""
     teacher: torch.Tensor | Teaching | None = None
     """The teacher's side of the rows; see :meth:`~agile_trainers.step.teacher.Teacher.read`."""
     divergence: torch.Tensor | None = None
@@ -54,7 +59,10 @@ class LossPass:
         Returns:
             The log-probabilities (B, T) that TRL's loss reads: their difference to the old ones is the pooled log-ratio.
         """
-        batch = self.batch
+        batch, self.scored_log_probs = self.batch, log_probs
+        if DEMONSTRATED in batch.token_columns:
+            # Their own loss is added later; other terms may not see how unlikely they are.
+            log_probs = torch.where(batch.counted, log_probs, 0.0)
         if batch.old_per_token_logps is not None:
             # The ratio of a token that is not scored is 1.
             log_probs = torch.where(batch.counted, log_probs, batch.old_per_token_logps)
@@ -94,6 +102,12 @@ class FirstPass:
 
 
 Denominator = Literal["tokens", "episodes", "constant"]
+_DENOMINATORS: dict[str, Denominator] = {"grpo": "episodes", "sapo": "episodes", "dr_grpo": "constant"}
+
+
+def denominator_of(args: Any, *, own_loss: bool) -> Denominator:
+    """Return what is divided by in a part that is added to the loss, as TRL's does by its type, or one's own by tokens."""
+    return "tokens" if own_loss else _DENOMINATORS.get(args.loss_type, "tokens")
 
 
 @dataclass
@@ -289,3 +303,57 @@ def own_loss(
         output.denominator, whole, args, accumulation=accumulation, processes=processes
     )
     return total, {metric: mean for metric, (mean, _) in found.items()}
+
+
+class DemonstrationLoss:
+    """The part of the loss of an expert's episodes; see :mod:`agile_trainers.objectives.demonstrations`.
+
+    Args:
+        args: A ``MultiTurnConfig`` with ``demonstrations``.
+        accelerator: The trainer's.
+        own_loss: True if the algorithm brings its own loss.
+    """
+
+    def __init__(self, args: Any, accelerator: Accelerator, *, own_loss: bool) -> None:
+        self._args, self._accelerator = args, accelerator
+        self._denominator = denominator_of(args, own_loss=own_loss)
+        self.log_probs = TurnMeans("demonstration_log_prob", "demonstrations/log_prob")
+        """The policy's of the tokens with credit, over the micro-batches of an optimizer step."""
+
+    def add_column(self, output: TrainBatch, batch: TurnBatch, advantages: torch.Tensor) -> None:
+        """Add the credit of an expert's tokens to a generation batch.
+
+        Args:
+            output: The batch of the loss.
+            batch: The episodes of this process.
+            advantages: (B, T), of all tokens.
+        """
+        credit = torch.zeros_like(advantages)
+        if batch.demonstrations is not None:
+            left_out = batch.failed | (batch.truncated & bool(self._args.mask_truncated_completions))
+            mask = batch.action_mask & (batch.demonstrations & ~left_out)[:, None]
+            credit = demonstration_credit(advantages, self._args.demonstration_loss) * mask
+            if self._denominator == "episodes":
+                credit = credit / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        output.token_columns[DEMONSTRATED] = self._args.demonstration_coef * credit
+
+    def add(self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int) -> torch.Tensor:
+        """Add this part to the loss of a pass.
+
+        Args:
+            loss: Of the policy's own episodes, divided by the accumulation steps.
+            handed: The pass.
+            whole: The micro-batch that its rows are from.
+            accumulation: Micro-batches of the optimizer step.
+        """
+        batch, log_probs = handed.batch, handed.scored_log_probs
+        assert log_probs is not None
+        credit = batch.column(DEMONSTRATED)
+        mask = credit > 0
+        self.log_probs.add(log_probs, batch.turn_ids, mask)
+        kept = torch.where(mask, log_probs, 0.0)
+        total = demonstration_loss(kept, batch.sampling_per_token_logps, credit, self._args.demonstration_loss).sum()
+        processes = self._accelerator.num_processes
+        return loss + total / divisor(
+            self._denominator, whole, self._args, accumulation=accumulation, processes=processes
+        )

@@ -23,7 +23,7 @@ from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.packing.packer import Packer, kept_of
 from agile_trainers.step.credit import TurnMeans
 from agile_trainers.step.log_probs import TokenLogProbs
-from agile_trainers.step.loss import Denominator, LossPass, divisor
+from agile_trainers.step.loss import LossPass, denominator_of, divisor
 from agile_trainers.train_batch import TrainBatch, paths_of, read_inputs, with_hints
 from agile_trainers.types import Trajectory
 
@@ -31,8 +31,6 @@ WEIGHTS = "teacher_weights"
 """Column (B, T) of a batch: the weight of each token's divergence."""
 NO_HINT = -1
 """Padding of ``TrainBatch.hint_ids``."""
-_DENOMINATORS: dict[str, Denominator] = {"grpo": "episodes", "sapo": "episodes", "dr_grpo": "constant"}
-"""Loss type to what the teacher's part is divided by; tokens for the others."""
 
 
 def hint_of(trajectory: Trajectory, name: str) -> str | None:
@@ -82,7 +80,7 @@ class Teacher:
     ) -> None:
         self._args, self._accelerator, self._log_probs, self._packer = args, accelerator, log_probs, packer
         self.model, self._adapter, self._render = model, adapter, render
-        self._denominator: Denominator = "tokens" if own_loss else _DENOMINATORS.get(args.loss_type, "tokens")
+        self._denominator = denominator_of(args, own_loss=own_loss)
         self.divergences = TurnMeans("teacher_kl", "teacher/kl")
         """Divergence of each turn index, over the micro-batches of an optimizer step."""
 

@@ -38,7 +38,7 @@ from agile_trainers.config.rules import (
     check_weighs_decisions,
     skips_zero_advantage,
 )
-from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
@@ -53,6 +53,7 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.generators.images import LANGUAGE, SUPPORTED, prepare_for_images
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -64,6 +65,7 @@ from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
 from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
+from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
@@ -72,6 +74,7 @@ from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatches, remember_attributes
 from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
+from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
 from agile_trainers.trainers.teacher import LoadedTeacher, load_teacher
@@ -102,6 +105,8 @@ class RunSetup:
     """The environments that are drawn; None for a single one."""
     tasks: TaskPool | None
     """The items that groups are drawn from; None if TRL's order of the rows, or a seed for each group, decides."""
+    factories: Mapping[str | None, EnvironmentFactory]
+    """Environment name to what makes it; None in a run of one."""
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult | None]
     """The first observation of each environment; None for an agent."""
@@ -225,6 +230,7 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
         eval_rows=eval_rows,
         mixture=mixture,
         tasks=tasks,
+        factories=dict(factories.items()) if isinstance(factories, dict) else {None: factories},
         pool=pool,
         first_states=first_states,
     )
@@ -264,8 +270,9 @@ class StepParts:
     batches: BatchMaker
     mismatch: MismatchMonitor
     teacher: Teacher | None
+    demonstrated: DemonstrationLoss | None
     turn_means: list[TurnMeans]
-    """Values by turn index that a step logs: entropies, and the divergence from a teacher."""
+    """Values by turn index that a step logs: entropies, the divergence from a teacher, log-probs of demonstrations."""
     offloading: AbstractContextManager[Any]
     """Context of a step, which may keep activations in the CPU's memory."""
 
@@ -381,8 +388,8 @@ def _make_step(
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
     tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
     draws = EpisodeDraws(
-        args, accelerator, tasks,
-        dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options, mixture=setup.mixture,
+        args, accelerator, tasks, dataset=trainer.train_dataset, rows_are_options=setup.rows_are_options,
+        mixture=setup.mixture, placed=_experts(args, setup, engine, seam.tokenizer, closing),
     )  # fmt: skip
     ahead = None
     if snapshots is not None:
@@ -405,19 +412,22 @@ def _make_step(
         critic.unfreeze(policy)
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
-    teacher = None
+    teacher, demonstrated = None, None
+    if args.demonstrations is not None:
+        demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     if taught is not None:
         teacher = Teacher(
             args, accelerator, seam.token_log_probs, packer, taught.model,
             adapter=taught.adapter, render=engine.chat.before, own_loss=trainer.loss is not None,
         )  # fmt: skip
     batches = BatchMaker(
-        args, accelerator, passes, credit, critic, snapshots, teacher, seam.add_metrics,
+        args, accelerator, passes, credit, critic, snapshots, teacher, demonstrated, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
     )  # fmt: skip
     delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
     mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
     turn_means = [TurnMeans("entropy"), *([] if teacher is None else [teacher.divergences])]
+    turn_means += [] if demonstrated is None else [demonstrated.log_probs]
     token_batches.observers = [
         *(means.remember for means in turn_means),
         mismatch.meter.remember,
@@ -436,9 +446,21 @@ def _make_step(
         batches=batches,
         mismatch=mismatch,
         teacher=teacher,
+        demonstrated=demonstrated,
         turn_means=turn_means,
         offloading=offloading,
     )
+
+
+def _experts(
+    args: MultiTurnConfig, setup: RunSetup, engine: RolloutEngine, tokenizer: Any, closing: ExitStack
+) -> Callable[[list[EpisodeSpec], list[int]], list[EpisodeSpec]] | None:
+    """Return what lets demonstrations take their places; None without any."""
+    if args.demonstrations is None:
+        return None
+    experts = Demonstrations(args, engine, setup.factories, tokenizer, rows_are_options=setup.rows_are_options)
+    closing.callback(experts.close)
+    return experts.placed
 
 
 def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:

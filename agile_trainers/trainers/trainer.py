@@ -44,7 +44,7 @@ from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs, Models
-from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass, own_loss
+from agile_trainers.step.loss import DemonstrationLoss, FirstPass, LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
@@ -138,6 +138,7 @@ class MultiTurnTrainer(_Trainer):
     engine: Any = None
     critic = NoCritic()
     teacher: Teacher | None = None
+    demonstrated: DemonstrationLoss | None = None
 
     _loss_pass: LossPass | None = None
     _adapter: str | None = POLICY
@@ -502,7 +503,8 @@ class MultiTurnTrainer(_Trainer):
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
         trajectories, rewards = played.trajectories, played.rewards
-        self._add_metrics(self.health.measure(generation, trajectories, self._models))
+        own = [trajectory for trajectory in trajectories if not trajectory.demonstration]
+        self._add_metrics(self.health.measure(generation, own, self._models))
         seconds = self.runner.seconds
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens
@@ -565,6 +567,8 @@ class MultiTurnTrainer(_Trainer):
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
         if first is not None:
             first.add(handed.batch, handed.log_probs)
+        if self.demonstrated is not None:
+            loss = self.demonstrated.add(loss, handed, whole, self.current_gradient_accumulation_steps)
         if self.teacher is not None:
             progress = self.state.global_step / max(self.state.max_steps, 1)
             loss, metrics = self.teacher.add_loss(
@@ -615,7 +619,7 @@ class MultiTurnTrainer(_Trainer):
         """Compute as TRL does, of the tokens ``scored`` (B, T), reading ``paths`` and ``images``, over the sets ``kept``."""
         handed, values, taught = self._loss_pass, None, None
         if handed is not None:
-            scored, paths, kept = handed.batch.counted, handed.batch.paths, kept_of(handed.inputs)
+            scored, paths, kept = handed.batch.scored, handed.batch.paths, kept_of(handed.inputs)
             images = batch_images(handed.inputs)
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
             taught = handed.taught

@@ -38,7 +38,7 @@ _FACTS = ("kind", "run", "algorithm", "model", "environment", "policy", "seed", 
 """Entries of ``run.json`` that the page shows."""
 _LARGEST = 1e300
 """Numbers from which on the charts have no place."""
-_COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens")
+_COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens", "demonstration")
 _TOKENS = ("turn_ids", "sampling_logprobs", "logprobs", "advantages", "ratios", "clipped", "kl")
 _AS_IT_IS = frozenset({int, bool, str, type(None)})
 _TURN = ("start", "end", "text", "observation", "reward", "return", "advantage", "value", "finish_reason", "info")

@@ -178,6 +178,15 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         lambda step: {"teacher/kl": 0.9 - 0.02 * step, "success": 0.4 - 0.01 * step, "reward": 0.4 - 0.01 * step},
         Options(),
     ),
+    "an expert that the policy does not follow": (
+        ["expert_alone"],
+        always({**ZERO, "success": 0.0, "demonstrations/alone": 1.0, "demonstrations/log_prob": -3.0}), Options(),
+    ),
+    "an expert that the policy comes nearer to": (
+        [],
+        lambda step: {**ZERO, "success": 0.0, "demonstrations/alone": 1.0, "demonstrations/log_prob": 0.1 * step - 3},
+        Options(),
+    ),
     "a teacher alone": ([], always(ZERO), Options(rewarded=False)),
     "a critic that learns nothing": (["value_not_learning"], always({"value/error": 1.0}), Options(has_critic=True)),
     "a critic that says the mean": ([], always({"value/error": 0.5}), Options(has_critic=True)),

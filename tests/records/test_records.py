@@ -57,6 +57,7 @@ def trained_row() -> dict[str, Any]:
 EXPECTED: dict[str, Any] = {
     "step": 3, "generation": 2, "phase": "train", "index": 5, "group": 1, "member": 1, "environment": None, "seed": 7,
     "row": {"secret": 3}, "return": 1.5, "success": True, "stop_reason": "terminated", "error": None, "truncated": False,
+    "demonstration": None,
     "num_turns": 2, "num_tokens": 4, "prompt": [{"role": "user", "content": "go"}], "reset_info": {"goal": "right"},
     "turns": [
         {"start": 0, "end": 2, "text": "left", "finish_reason": "stop", "observation": "[1]", "reward": 0.5, "return": 1.4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,3 +149,55 @@ def micro_batch(world: World, advantages: torch.Tensor, **columns: Any) -> dict[
         kept_sizes=batch.kept_sizes,
         **columns,
     ).to_trl()
+
+
+class Stopping(World):
+    """All episodes whose turns are of ``lengths`` tokens; one that begins with the end token is of that alone, the last."""
+
+    @classmethod
+    def of(cls, model: Any, settings: SamplingSettings, lengths: tuple[int, ...]) -> Stopping:
+        world = cls(model, settings, lengths, [], [])
+
+        def extend(completion: list[int], turns: list[Turn]) -> None:
+            if len(turns) == len(lengths) or (turns and completion[-1] == END and turns[-1].end - turns[-1].start == 1):
+                values, sets = [0.0] * len(completion), [b""] * len(completion)  # with sets the head is in float64
+                episode = Trajectory([PROMPT], completion, values, turns, StopReason.TERMINATED, kept=sets)
+                world.episodes.append(episode)
+                return
+            before = [*completion, OBSERVED] if turns else completion
+            for first in range(VOCAB):
+                answers = [[first]]
+                if first != END:
+                    for _ in range(lengths[len(turns)] - 1):
+                        answers = [[*answer, token] for answer in answers for token in range(VOCAB)]
+                for answer in answers:
+                    turn = Turn(len(before), len(before) + len(answer), "", "stop")
+                    extend([*before, *answer], [*turns, turn])
+
+        extend([], [])
+        return world
+
+    def log_softmax(self, model: Any) -> torch.Tensor:
+        """(N, T, V) of the distribution before each completion token."""
+        batch = self.batch()
+        ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
+        mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
+        logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1]).logits
+        return (logits / self.settings.temperature).log_softmax(-1)
+
+
+def taken(world: Any, distributions: torch.Tensor) -> torch.Tensor:
+    """(N, T) of the sampled tokens, 0 elsewhere."""
+    batch = world.batch()
+    log_probs = distributions.gather(-1, batch.completion_ids[..., None])[..., 0]
+    return torch.where(batch.action_mask, log_probs, 0.0)
+
+
+def probabilities(world: Any) -> torch.Tensor:
+    """(N,)."""
+    return taken(world, world.log_softmax(world.model)).sum(1).exp()
+
+
+@cache  # a model is made ready once
+def forward_of(model: Any, temperature: float) -> PackedForward:
+    return PackedForward(model, KeptHead(temperature))

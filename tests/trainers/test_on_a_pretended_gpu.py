@@ -150,6 +150,13 @@ def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
     assert sum(waits.values()) <= limit, waits.most_common()
 
 
+def test_a_run_with_demonstrations(gpu, embedded_model, tmp_path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, use_cpu=False, max_steps=2, demonstrations="experts:hums")
+    trainer.train()
+    assert all(on_gpu(weight) for weight in trainer.model.parameters())
+    assert "demonstrations/log_prob" in trainer.state.log_history[0]
+
+
 class Stream:
     """A stream that does at once what it is given, and an event of it."""
 

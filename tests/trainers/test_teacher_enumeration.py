@@ -7,61 +7,33 @@ episodes.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from enumerated import grpo, relative_error
-from five_tokens import END, FILTERS, LAYOUTS, OBSERVED, PROMPT, VOCAB, World, micro_batch, policy
+from five_tokens import (
+    FILTERS,
+    LAYOUTS,
+    VOCAB,
+    Stopping,
+    World,
+    forward_of,
+    micro_batch,
+    policy,
+    probabilities,
+    taken,
+)
 
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.objectives.segments import spread_to_tokens
-from agile_trainers.packing.forward import PackedForward
-from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.packer import PackingState
 from agile_trainers.rollout.generators import SamplingSettings
 from agile_trainers.step.teacher import WEIGHTS
 from agile_trainers.train_batch import TrainBatch
-from agile_trainers.types import StopReason, Trajectory, Turn
 
 TEMPERATURE = 0.8
-
-
-class Stopping(World):
-    """All episodes whose turns are of ``lengths`` tokens; one that begins with the end token is of that alone, the last."""
-
-    @classmethod
-    def of(cls, model: Any, settings: SamplingSettings, lengths: tuple[int, ...]) -> Stopping:
-        world = cls(model, settings, lengths, [], [])
-
-        def extend(completion: list[int], turns: list[Turn]) -> None:
-            if len(turns) == len(lengths) or (turns and completion[-1] == END and turns[-1].end - turns[-1].start == 1):
-                values, sets = [0.0] * len(completion), [b""] * len(completion)  # with sets the head is in float64
-                episode = Trajectory([PROMPT], completion, values, turns, StopReason.TERMINATED, kept=sets)
-                world.episodes.append(episode)
-                return
-            before = [*completion, OBSERVED] if turns else completion
-            for first in range(VOCAB):
-                answers = [[first]]
-                if first != END:
-                    for _ in range(lengths[len(turns)] - 1):
-                        answers = [[*answer, token] for answer in answers for token in range(VOCAB)]
-                for answer in answers:
-                    turn = Turn(len(before), len(before) + len(answer), "", "stop")
-                    extend([*before, *answer], [*turns, turn])
-
-        extend([], [])
-        return world
-
-    def log_softmax(self, model: Any) -> torch.Tensor:
-        """(N, T, V) of the distribution before each completion token."""
-        batch = self.batch()
-        ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
-        mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
-        logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1]).logits
-        return (logits / self.settings.temperature).log_softmax(-1)
 
 
 class Truncated(World):
@@ -76,18 +48,6 @@ class Truncated(World):
         found = torch.zeros(*batch.turn_ids.shape, VOCAB, dtype=torch.float64)
         actions = batch.action_mask[0].nonzero()[:, 0]
         return found.index_copy(1, actions, self.distributions(model))
-
-
-def taken(world: Any, distributions: torch.Tensor) -> torch.Tensor:
-    """(N, T) of the sampled tokens, 0 elsewhere."""
-    batch = world.batch()
-    log_probs = distributions.gather(-1, batch.completion_ids[..., None])[..., 0]
-    return torch.where(batch.action_mask, log_probs, 0.0)
-
-
-def probabilities(world: Any) -> torch.Tensor:
-    """(N,)."""
-    return taken(world, world.log_softmax(world.model)).sum(1).exp()
 
 
 def target(world: Any, teacher: Any, gradient: str, decay: float = 1.0) -> torch.Tensor:
@@ -120,11 +80,6 @@ def trainer_of(world: Any, teacher: Any, model: Path, folder: Path, gradient: st
         id(each): forward_of(each, world.settings.temperature) for each in (world.model, teacher)
     }
     return trainer
-
-
-@cache  # a model is made ready once
-def forward_of(model: Any, temperature: float) -> PackedForward:
-    return PackedForward(model, KeptHead(temperature))
 
 
 def drawn(trainer: Any, world: Any, advantages: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
           "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
           "return/answers_cut", "episodes_played", "rewrites/context", "rewrites/questions", "tokens_read_again",
-          "drift/kl", "drift/masked", "teacher/kl", "turn/3/teacher_kl",
+          "drift/kl", "drift/masked", "teacher/kl", "turn/3/teacher_kl", "demonstrations/alone", "demonstrations/return",
+          "demonstrations/log_prob", "turn/1/demonstration_log_prob",
 ]  # fmt: skip
 
 
@@ -73,6 +74,17 @@ CASES = {
         "teacher_gradient": "distribution_forward",
         "max_tokens_per_micro_batch": 60,
         "num_generations": 2,
+        "max_steps": 2,
+    },
+    # Demonstrations of one process only, whose credit is beside own episodes of both; the divisor is of own tokens.
+    "shown": {"demonstrations": "experts:hums", "num_generations": 8, "demonstrations_per_group": 3, "max_steps": 2},
+    "shown-ReBN": {
+        "demonstrations": "experts:hums",
+        "demonstration_loss": "weighted",
+        "demonstrations_per_group": 3,
+        "algorithm": "reinforce",
+        "num_generations": 1,
+        "max_tokens_per_micro_batch": 60,
         "max_steps": 2,
     },
     # An agent that asks eight things at once, on a server of each process, beside an environment that is stepped.

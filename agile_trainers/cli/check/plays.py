@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -27,6 +28,7 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.metrics import episode_metrics, with_success
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.types import Trajectory
 
 REPLAYED = 4
@@ -45,6 +47,21 @@ def policy_plays(run: Run, name: str, attempts: int = 1) -> list[Trajectory]:
 
     specs = evaluation_episodes(run.args.seed, run.episodes, run.rows, attempts=attempts)
     return play_scripted(run.engine, run.factory, choose, specs, run.tokenizer)
+
+
+def demonstration_plays(run: Run) -> list[Trajectory]:
+    """Replay as many demonstrations as episodes are played, each as that of a group.
+
+    Raises:
+        ValueError: If there is nothing to demonstrate, or the environment does not agree with it.
+    """
+    engine, rows = run.engine(run.factory), run.rows is not None
+    with ExitStack() as closing:
+        closing.callback(engine.pool.close)
+        experts = Demonstrations(run.args, engine, {None: run.factory}, run.tokenizer, rows_are_options=rows)
+        closing.callback(experts.close)
+        specs = experts.placed(run.specs(), [-1] * run.episodes)
+        return engine.run(specs, ScriptedGenerator(lambda request: []))  # every answer is given
 
 
 def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:

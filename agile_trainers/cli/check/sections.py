@@ -27,7 +27,13 @@ from agile_trainers.cli.check.memory_plan import (
     serving,
     trace,
 )
-from agile_trainers.cli.check.plays import check_determinism, check_rewards, model_plays, policy_plays
+from agile_trainers.cli.check.plays import (
+    check_determinism,
+    check_rewards,
+    demonstration_plays,
+    model_plays,
+    policy_plays,
+)
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.layout import draw_layout
@@ -81,6 +87,8 @@ def check_run(report: Report, run: Run) -> None:
     sound = check_determinism(report, run, played)
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
     check_scores(report, run, scores, sound=sound)
+    if run.args.demonstrations is not None:
+        check_demonstrations(report, run)
     check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
@@ -346,8 +354,8 @@ def check_scores(
     policy = [one for one in found if one.name in OF_POLICY and not causes & {one.name, *BY_NAME[one.name].unless}]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
     told = f"there is no learning signal.{f' {told} (docs/troubleshooting.md)' if told else ''} --episodes plays more."
-    if run.args.teacher is not None:
-        own, returns = set(), []  # a teacher gives every token a signal, whatever the returns
+    if run.args.teacher is not None or run.args.demonstrations is not None:
+        own, returns = set(), []  # these give a signal, whatever the returns
     if of_model and len(own) == 1:
         # Scores of other policies do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
@@ -361,6 +369,20 @@ def check_scores(
         report.warning(
             f"every episode that the {run.policy} played has the same return; such a group gives no gradient."
         )
+
+
+def check_demonstrations(report: Report, run: Run) -> None:
+    """Replay demonstrations, and say what they return."""
+    report.section(f"Demonstrations: {run.args.demonstrations}")
+    try:
+        found = summarize([episode_metrics(episode) for episode in demonstration_plays(run)])
+    except ValueError as error:
+        report.problem(str(error))
+        return
+    success = f", success {found['success']:.1%}" if "success" in found else ""
+    report.line(
+        f"{run.episodes} agree with the environment: return {found.get('return/mean', 0):+.3f}{success}", "replayed"
+    )
 
 
 def check_declared(report: Report, run: Run, environment: Environment, played: Sequence[Trajectory]) -> None:

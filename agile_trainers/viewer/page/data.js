@@ -176,9 +176,9 @@ function outcome(run, row) {
 
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 
-/** Statistics of rows; episodes whose environment failed do not count in return and success. */
+/** Statistics of rows; episodes whose environment failed, and those of an expert, do not count in return and success. */
 function summary(run, rows) {
-  const sound = rows.filter((row) => !FAILED.has(run.get("stop", row)));
+  const sound = rows.filter((row) => !FAILED.has(run.get("stop", row)) && !run.get("demonstration", row));
   const numbers = (column) => sound.map((row) => run.get(column, row)).filter((value) => typeof value === "number");
   const returns = numbers("return");
   const successes = sound.map((row) => run.get("success", row)).filter((value) => value !== null);

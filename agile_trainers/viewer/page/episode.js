@@ -124,7 +124,8 @@ const OUTCOMES = {
 
 function badge(run, row) {
   const [sign, text] = OUTCOMES[outcome(run, row)];
-  return h(`span.badge.${outcome(run, row)}`, { title: text, role: "img", "aria-label": text }, sign);
+  const mark = h(`span.badge.${outcome(run, row)}`, { title: text, role: "img", "aria-label": text }, sign);
+  return run.get("demonstration", row) ? [mark, " ", h("span.badge.cut", { title: "An expert gave the answers" }, "demonstration")] : mark;
 }
 
 function episodeHead(run, row, episode) {

@@ -1,0 +1,228 @@
+"""Finds an expert's episodes, and puts them into the groups of a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.scripted_policies import known_policies, play
+from agile_trainers.evaluation.scripted_policies import answer_ids
+from agile_trainers.imports import NotThereError, load_named
+from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.reader import read_records
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer
+
+Start = tuple[str | None, int, str]
+"""Environment, seed and row (as text) of an episode."""
+_STREAM = 7
+"""Key of the random stream that draws where groups start."""
+
+
+class Demonstrations:
+    """The expert's places: the last ones of each group, or of the generation batch of an algorithm without groups.
+
+    Scripted policies play where the group starts. Episodes that were recorded decide it: the group starts where one of them
+    did.
+
+    Args:
+        args: A ``MultiTurnConfig`` with ``demonstrations``.
+        engine: Plays the episodes of the run.
+        factories: Environment name to what makes it.
+        tokenizer: The policy's.
+        rows_are_options: True if ``reset`` gets the rows of a data set.
+
+    Raises:
+        ValueError: If ``demonstrations`` names nothing that can demonstrate.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        engine: RolloutEngine,
+        factories: Mapping[str | None, EnvironmentFactory],
+        tokenizer: Any,
+        *,
+        rows_are_options: bool,
+    ) -> None:
+        self._name, self._count, self._engine = args.demonstrations, args.demonstrations_per_group, engine
+        self._factories, self._encode = factories, partial(answer_ids, engine=engine, tokenizer=tokenizer)
+        self._members = args.generation_batch_size if args.groupless else args.num_generations
+        self._groupless = args.groupless
+        self._instances: dict[str | None, Any] = {}
+        if agents := [engine.pool.titles[name] for name in factories if engine.pool.agent(name) is not None]:
+            raise ValueError(
+                f"demonstrations={self._name!r} are answers to an environment, and {agents[0]} is an agent, which may ask "
+                "in any order. Leave demonstrations unset."
+            )
+        path = Path(self._name)
+        self._recorded = self._grouped(path) if path.exists() else {}
+        self._starts = list(self._recorded)
+        if self._recorded and rows_are_options:
+            raise ValueError(
+                f"demonstrations={self._name!r} are recorded episodes, which say where groups start, and so does "
+                "train_dataset. Leave that out; rows that the recorded episodes had are passed to reset."
+            )
+        for name in factories if not self._recorded else ():
+            self._policy(name)
+
+    def _grouped(self, path: Path) -> dict[Start, list[Demonstration]]:
+        found: dict[Start, list[Demonstration]] = {}
+        for start, one in (_told if path.suffix == ".jsonl" else _logged)(path, self._encode):
+            if start[0] not in self._factories:
+                known = ", ".join(map(repr, self._factories))
+                raise ValueError(
+                    f"A demonstration ({one.source}) is of the environment {start[0]!r}; the run has {known}."
+                )
+            found.setdefault(start, []).append(one)
+        if not found:
+            raise ValueError(f"demonstrations={self._name!r} has no episode that succeeded.")
+        return found
+
+    def _policy(self, name: str | None) -> Any:
+        """Return the scripted policy for an environment, and the instance that it plays."""
+        if name not in self._instances:
+            self._instances[name] = self._factories[name]()
+        environment = self._instances[name]
+        if inspect.iscoroutinefunction(environment.step):
+            raise ValueError(
+                f"demonstrations={self._name!r} is a function that plays an instance beforehand, and the environment's step "
+                "is async. Record its episodes, with `agile-trainers play --record` for example."
+            )
+        known = known_policies(environment)
+        if self._name in known:
+            return environment, known[self._name]
+        if ":" in self._name:
+            try:
+                return environment, load_named(self._name)
+            except NotThereError as error:
+                raise ValueError(f"demonstrations={self._name!r} names no function: {error}.") from error
+        raise ValueError(
+            f"demonstrations={self._name!r} is no file or folder, no function 'module.path:name', and none of the "
+            f"environment's scripted policies ({', '.join(map(repr, known)) or 'it has none'})."
+        )
+
+    def close(self) -> None:
+        """Close the instances that scripted policies play."""
+        for environment in self._instances.values():
+            getattr(environment, "close", lambda: None)()
+        self._instances.clear()
+
+    def placed(self, specs: Sequence[EpisodeSpec], places: Sequence[int]) -> list[EpisodeSpec]:
+        """Let the expert take its places.
+
+        Args:
+            specs: Episodes of a generation batch.
+            places: Place of each in the batch of all processes.
+        """
+        found = []
+        for spec, place in zip(specs, places, strict=True):
+            member = place % self._members - (self._members - self._count)
+            if self._recorded and (member >= 0 or not self._groupless):
+                found.append(self._replayed(spec, member))
+            else:
+                found.append(self._scripted(spec, member) if member >= 0 else spec)
+        return found
+
+    def _replayed(self, spec: EpisodeSpec, member: int) -> EpisodeSpec:
+        """Start where a recorded episode did, which members of a group draw alike."""
+        drawn = np.random.default_rng((_STREAM, *spec.stream[:-1])).integers(len(self._starts))
+        name, seed, row = start = self._starts[drawn]
+        options = from_json(row) if row else None
+        one = self._recorded[start][member % len(self._recorded[start])] if member >= 0 else None
+        return replace(spec, environment=name, seed=seed, options=options, demonstration=one)
+
+    def _scripted(self, spec: EpisodeSpec, member: int) -> EpisodeSpec:
+        environment, policy = self._policy(spec.environment)
+        turns = self._engine.limits_of(spec.environment).max_turns
+        episode = play(
+            environment,
+            policy,
+            spec.seed,
+            options=deepcopy(spec.options),
+            max_turns=turns,
+            player=f"{spec.seed} {member}",
+        )
+        texts = [message["content"] for message in episode.messages if message["role"] == "assistant"]
+        given = [GivenAnswer(self._encode(text)) for text in texts[-len(episode.rewards) :]]
+        return replace(spec, demonstration=Demonstration(f"{self._name}, seed {spec.seed}", given, episode.rewards))
+
+
+def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
+    """Read a file of conversations, one JSON object a line.
+
+    Each has ``messages``, the ``rewards`` of its last answers, ``seed``, and maybe the ``row`` that ``reset`` got and the
+    ``environment`` in a run of several.
+
+    Args:
+        path: The file.
+        encode: Tokenizes an answer.
+
+    Raises:
+        ValueError: For a line that is none.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        source = f"{path.name}, line {number}"
+        row = from_json(line)
+        fields = {"messages": list, "rewards": list, "seed": int}
+        if missing := [
+            n for n, kind in fields.items() if not isinstance(row, dict) or not isinstance(row.get(n), kind)
+        ]:
+            raise ValueError(
+                f"demonstrations: {source} has no {missing[0]!r} ({fields[missing[0]].__name__}). A line is an object with "
+                "messages, the rewards of its answers and the seed that it began from, as `agile-trainers play --record` "
+                "writes it."
+            )
+        texts = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        if not 0 < len(row["rewards"]) <= len(texts) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"demonstrations: {source} has {len(texts)} answers and {len(row['rewards'])} rewards.")
+        answers = [GivenAnswer(encode(text)) for text in texts[-len(row["rewards"]) :]]
+        found.append((_start(row), Demonstration(source, answers, row["rewards"])))
+    return found
+
+
+def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
+    """Read the rollout log of a run or an evaluation: its episodes that succeeded.
+
+    Of an environment that does not report success, those count that have the highest return. The probabilities of answers
+    are known where the run renders the prompt to the recorded ids.
+
+    Args:
+        path: See :func:`~agile_trainers.records.reader.read_records`.
+        encode: Tokenizes an answer.
+    """
+    episodes = [one for one in read_records(path) if one["error"] is None and one["turns"]]
+    best = max((one["return"] for one in episodes), default=0.0)
+    found = []
+    for one in episodes:
+        if one["return"] < best if one["success"] is None else not one["success"]:
+            continue
+        answers = []
+        for turn in one["turns"]:
+            answer, span = GivenAnswer(encode(turn["text"])), slice(turn["start"], turn["end"])
+            if one["paths"] is None and not one["demonstration"]:
+                prompt = [*one["prompt_ids"], *one["completion_ids"][: turn["start"]]]
+                answer = replace(
+                    answer,
+                    prompt_ids=prompt,
+                    sampled_ids=one["completion_ids"][span],
+                    logprobs=one["sampling_logprobs"][span],
+                )
+            answers.append(answer)
+        source = f"{path.name}, step {one['step']}, episode {one['index']}"
+        found.append((_start(one), Demonstration(source, answers, [turn["reward"] for turn in one["turns"]])))
+    return found
+
+
+def _start(row: Mapping[str, Any]) -> Start:
+    options = row.get("row")
+    return row.get("environment"), row["seed"], "" if options is None else to_json(options)
