@@ -92,13 +92,15 @@ class Endpoint:
                 f"{mask(url)[0]!r}."
             )
         if parts.username or parts.password:
-            raise ValueError("The address of a judge holds a user or a password. Set key_env, and leave them out of it.")
+            raise ValueError(
+                "The address of a judge holds a user or a password. Set key_env, and leave them out of it."
+            )
         if not model:
             raise ValueError(f"A judge behind an endpoint needs the name of its model: model='...', got {model!r}.")
         if key_env is not None and not os.environ.get(key_env):
             raise ValueError(
-                f"key_env={key_env!r:.40} names an environment variable that is not set. Set it to the judge's key, or leave "
-                "key_env unset."
+                f"key_env={key_env!r:.40} names an environment variable that is not set. Set it to the judge's key, or "
+                "leave key_env unset."
             )
         self.url, self._model, self._key_env, self._options = url.rstrip("/"), model, key_env, dict(options)
         self._client: httpx.AsyncClient | None = None

@@ -32,10 +32,10 @@ from agile_trainers.types import Message, Trajectory
 
 logger = logging.get_logger(__name__)
 
-ANSWERS = "judged.sqlite"
-"""File in ``output_dir`` with the answers of all judges of a run."""
+ANSWERS = "judged-{rank}.sqlite"
+"""File in ``output_dir`` with the answers of all judges to a process of a run."""
 FAILED, SCORE, HELD_OUT = "judges/failed", "judges/score", "judges/held_out"
-"""Metrics that health checks read: share of episodes without an answer, mean score of the judges that train, of the others."""
+"""Metrics that health checks read: share of episodes without an answer, mean score of judges that train, of the others."""
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Judge:
         judge: Base address of an endpoint that speaks OpenAI's protocol, as ``https://api.openai.com/v1``; or a function,
             also an asynchronous one, from the messages of a question to the answer: JSON text or a dictionary.
         rubric: What is good, as text; or a function from an episode to it, for rubrics that depend on the row
-            (``episode.options``). A group has the rubric of its first member.
-        per: ``"episode"``: one score, which is added to the reward of the last turn. ``"turn"``: a score for each turn, added
-            to that turn's reward. ``"group"``: one question ranks the members of a group.
+            (``episode.options``). A group has the rubric of one of its members.
+        per: ``"episode"``: one score, which is added to the reward of the last turn. ``"turn"``: a score for each turn,
+            added to that turn's reward. ``"group"``: one question ranks the members of a group.
         model: Name of the endpoint's model.
         scale: Lowest and highest score. Ranks are spread over it evenly.
         key_env: Name of the environment variable with the endpoint's key. None sends none.
@@ -111,7 +111,7 @@ class Judge:
             source = Function(judge)
         else:
             raise ValueError(f"judge must be an address or a function, got a {type(judge).__name__}.")
-        self._rubric, self.per, self._scale, self._orders = rubric, per, scale, orders
+        self._rubric, self.per, self._scale, self.orders = rubric, per, scale, orders
         self._prices, self.held_out, self._cache = prices, held_out, cache
         self.__name__ = name or ("held_out_judge" if held_out else "judge")
         self._asker = Asker(source, concurrency, timeout, attempts)
@@ -125,18 +125,19 @@ class Judge:
     def __repr__(self) -> str:
         return f"Judge({self.__name__}, per={self.per!r})"
 
-    def begin_run(self, members: int, folder: Path, run_id: Callable[[], str], processes: int) -> None:
+    def begin_run(self, members: int, folder: Path, run_id: Callable[[], str], rank: int, processes: int) -> None:
         """Take what a run knows; trainers call it.
 
         Args:
             members: Episodes of a group.
             folder: ``output_dir``.
             run_id: Returns the id of the run.
+            rank: Index of this process.
             processes: Number of processes.
         """
         self._members, self._processes, self._asker.run_id = members, processes, run_id
         if self._cache is None:
-            self._asker.stored.path = folder / ANSWERS
+            self._asker.stored.path = folder / ANSWERS.format(rank=rank)
 
     def close(self) -> None:
         """Give up what is being asked. The judge can be used again."""
@@ -176,8 +177,9 @@ class Judge:
         different = {canonical(one): one for one in transcripts.values()}
         contents = sorted(different)
         conversation = [contents.index(canonical(transcripts[place])) for place in members]
-        shown = orders_of(contents, self._orders) if len(contents) > 1 else []
-        rubric = self._text(episodes[members[0]])
+        shown = orders_of(contents, self.orders) if len(contents) > 1 else []
+        # Not of the first, which may be any: members come in the order in which they end.
+        rubric = self._text(episodes[members[conversation.index(0)]])
         questions = [ask_of_group([different[contents[i]] for i in order], rubric, self._scale) for order in shown]
         return _Asked(members, questions, shown, conversation)
 
@@ -202,35 +204,39 @@ class Judge:
         What was said of an episode is in the ``judgements`` of its turns.
         """
         started = time.perf_counter()
-        for one in trajectories:
-            self._groups.pop((one.environment_name, one.seed), None)
+        for episode in trajectories:
+            self._groups.pop((episode.environment_name, episode.seed), None)
         asked = self._questions(trajectories)
         keys = [self._send(one, trajectories) for one in asked]
         replies = self._asker.replies([key for some in keys for key in some])
         waited = time.perf_counter() - started
         scores: list[float | None] = [None] * len(trajectories)
-        left, failed, bad = iter(replies), 0, 0
+        left, problems, bad = iter(replies), list[str](), 0
         for one in asked:
             own = [next(left) for _ in one.questions]
             answers = [None if r.answer is None else read_answer(r.answer, q) for r, q in zip(own, one.questions)]
-            problem = next((r.failed for r in own if r.failed is not None), None)
+            problem = next((reply.failed for reply in own if reply.failed is not None), None)
             if problem is None and None in answers:
                 problem = f"The answer does not fit its schema: {own[answers.index(None)].answer!r:.300}"
                 bad += len(one.episodes)
-            failed += len(one.episodes) if problem else 0
+            problems += [problem] * len(one.episodes) if problem else []
             self._note(one, answers, problem, trajectories, scores)
-        if failed and not self._warned:
+        if problems and not self._warned:
             self._warned = True
-            told = next(said["failed"] for one in trajectories for said in self._said(one) if "failed" in said)
-            logger.warning(f"{self.__name__} gave no score to {failed} of {len(trajectories)} episodes. {told}")
+            logger.warning(
+                f"{self.__name__} gave no score to {len(problems)} of {len(trajectories)} episodes, which are not trained "
+                f"on. The first: {problems[0]}"
+            )
+        said = [self._said(episode) for episode in trajectories]
         if log_metric is not None:
-            known = [score / (len(one.turns) if self.per == TURN else 1)
-                     for score, one in zip(scores, trajectories) if score is not None]  # fmt: skip
-            shares = {"failed": failed, "bad": bad, "addressed": sum(any(s.get("addressed") for s in self._said(one))
-                                                                    for one in trajectories)}  # fmt: skip
-            self._log(log_metric, replies, {name: n / len(trajectories) for name, n in shares.items()}, known, waited)
+            calling = sum(any("addressed" in one for one in of_episode) for of_episode in said)
+            counts = {"failed": len(problems), "bad": bad, "addressed": calling}
+            self._log(log_metric, replies, {name: n / len(trajectories) for name, n in counts.items()}, waited)
+            known = [one["score"] for of_episode in said for one in of_episode if "score" in one]
+            if known:
+                log_metric(HELD_OUT if self.held_out else SCORE, fmean(known))
         if log_extra is not None:
-            log_extra(self.__name__, [canonical(said[-1]) if (said := self._said(one)) else None for one in trajectories])
+            log_extra(self.__name__, [canonical(of_episode[-1]) if of_episode else None for of_episode in said])
         return scores
 
     def _note(
@@ -287,7 +293,6 @@ class Judge:
         log_metric: Callable[[str, float], None],
         replies: Sequence[Reply],
         shares: dict[str, float],
-        known: Sequence[float],
         waited: float,
     ) -> None:
         """Log shares of episodes, sums over all processes, and seconds."""
@@ -306,8 +311,6 @@ class Judge:
             log_metric(f"judges/{self.__name__}/{name}", float(value))
         if not self.held_out:
             log_metric(FAILED, shares["failed"])
-        if known:
-            log_metric(HELD_OUT if self.held_out else SCORE, fmean(known))
 
     def cost(self, tokens: tuple[int, int]) -> float:
         """Return the price of tokens of questions and of answers."""

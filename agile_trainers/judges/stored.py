@@ -43,6 +43,9 @@ class StoredAnswers:
                 if self.path is not None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._database = sqlite3.connect(self.path or ":memory:", timeout=_WAIT)
+                # Nothing waits for the disk: a killed process loses nothing, a machine without power the latest answers.
+                self._database.execute("PRAGMA journal_mode = WAL")
+                self._database.execute("PRAGMA synchronous = NORMAL")
                 self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)")
             with self._database:
                 return self._database.execute(statement, values).fetchall()

@@ -87,7 +87,9 @@ def add_return_reward(
     return functions, [None, *classes], None if weights is None else [1.0, *weights]
 
 
-def _check_judges(judges: Sequence[Judge], functions: Sequence[Any], weights: Sequence[float] | None, args: Any) -> None:
+def _check_judges(
+    judges: Sequence[Judge], functions: Sequence[Any], weights: Sequence[float] | None, args: Any
+) -> None:
     """Check that judges have names of their own, and fit the weights and the groups.
 
     Raises:
@@ -96,7 +98,9 @@ def _check_judges(judges: Sequence[Judge], functions: Sequence[Any], weights: Se
     names = [get_callable_name(one) for one in functions if callable(one) and not isinstance(one, nn.Module)]
     for judge in judges:
         if names.count(judge.__name__) > 1:
-            raise ValueError(f"Two reward functions are called {judge.__name__!r}. Give the judge another name: name='...'.")
+            raise ValueError(
+                f"Two reward functions are called {judge.__name__!r}. Give the judge another name: name='...'."
+            )
         if judge.held_out and weights is not None and weights[list(functions).index(judge)] != 0:
             raise ValueError(f"reward_weights must be 0 for the judge {judge.__name__!r}, which is held out.")
         # A question about a group needs all of its members in one process.

@@ -324,8 +324,9 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     step = _make_step(trainer, seam, setup, engine, saved, taught, closing, encode)
     for judge in step.rewards.judges.values():
         judge.begin_run(
-            args.num_generations, Path(args.output_dir), lambda: checkpoints.run_id, accelerator.num_processes
-        )
+            args.num_generations, Path(args.output_dir), lambda: checkpoints.run_id,
+            accelerator.process_index, accelerator.num_processes,
+        )  # fmt: skip
         engine.observers.append(judge.begin)
         closing.callback(judge.close)
     token_ids = (seam.tokenizer.pad_token_id, trainer.eos_token_ids[0])

@@ -16,6 +16,7 @@ from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
 from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
+from agile_trainers.cli.check.judges import try_judges
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     Serving,
@@ -82,6 +83,7 @@ def check_run(report: Report, run: Run) -> None:
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
     check_scores(report, run, scores, sound=sound)
     check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
+    try_judges(report, run, played)
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
         report.section("Tokens of an episode")
@@ -127,6 +129,7 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the agent's policies cannot play it: {describe_error(error)}")
         scores = {}
     check_scores(report, run, {"model": played}, scores)
+    try_judges(report, run, played)
     report.section("Tokens of an episode")
     drawn = next(episode for episode in played if episode.turns)
     report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
