@@ -38,6 +38,8 @@ STILL = 1e-3
 """Change of a token's log-probability, in nats, up to which a policy has not moved."""
 ERRORS = 4.0
 """Standard errors by which the latest values of a metric must differ from the first where that alone is no finding."""
+PARTED = 5.0
+"""Standard errors by which a judge that is held out must fall below its best latest mean, of which there are many."""
 FALL = 0.2
 """Share of the first success that must be lost, or standard deviations of an episode's reward."""
 DESTROYED = 0.5
@@ -707,14 +709,14 @@ def _judge_failing(history: MetricHistory, options: Any) -> Evidence | None:
 
 
 def _judge_overoptimized(history: MetricHistory, options: Any) -> Evidence | None:
-    trained, held_out = (history.means(f"judges/{name}", BATCHES) for name in ("score", "held_out"))
+    trained, held_out = (history.means(f"judges/{name}", UPDATES) for name in ("score", "held_out"))
     if not history.patience or len(trained) != len(held_out) or not held_out:
         return None
     best = max(range(len(held_out)), key=held_out.__getitem__)
     # Half the mean square of successive differences is the variance of one value, and a fall has two means of values.
-    noise = [(b - a) ** 2 / BATCHES for a, b in pairwise(history.latest["judges/held_out"])]
+    noise = [(b - a) ** 2 / UPDATES for a, b in pairwise(history.latest["judges/held_out"])]
     fall = held_out[best] - held_out[-1]
-    if fall <= ERRORS * fmean(noise) ** 0.5 or fall <= 0 or trained[-1] < trained[best]:
+    if fall <= PARTED * fmean(noise) ** 0.5 or fall <= 0 or trained[-1] < trained[best]:
         return None
     return Evidence(
         f"The judges part: the score of the one that is held out fell from {held_out[best]:.3g} to {held_out[-1]:.3g}, and "
