@@ -1,8 +1,8 @@
 """Times batches of judged games: a judge that is asked while others play, beside one that is asked in turn after all.
 
-The judge takes 0.1 to 0.5 seconds for a question, drawn from it, and answers any number at once; a step of the environment takes
-0.02 to 0.2 seconds in a thread. Sides take turns. The exit code is 1 if the batch takes more than ``BAR`` times as long with the
-judge as without one.
+The judge takes 0.1 to 0.5 seconds for a question, drawn from it, and answers any number at once; a step of the environment
+takes 0.02 to 0.2 seconds in a thread. Sides take turns. The exit code is 1 if the batch takes over ``BAR`` times as long
+with the judge as without one.
 """
 
 from __future__ import annotations

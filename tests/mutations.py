@@ -595,7 +595,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a ranking may name a member twice", "judges/questions.py",
-        'return None if "ranking" in answer and', 'return None if "ranking" not in answer and', f"{JUDGES} -k every_conversation",
+        'return None if "ranking" in answer and', 'return None if "ranking" not in answer and',
+        f"{JUDGES} -k every_conversation",
     ),
     Mutation(
         "equal ones have the best of their ranks", "judges/questions.py",
@@ -645,6 +646,15 @@ MUTATIONS = [
     Mutation(
         "judges part where both fall", "evaluation/diagnosis.py",
         "or fall <= 0 or trained[-1] < trained[best]:", "or fall <= 0:", "tests/evaluation/test_diagnosis.py -k agree_on",
+    ),
+    Mutation(
+        "a moving average that forgets itself", "adapters/copies.py",
+        "twin.lerp(read, weight)", "read * weight", "tests/trainers/test_reference.py -k moving_average[lora]",
+    ),
+    Mutation(
+        "the reference does not teach", "trainers/teacher.py",
+        "return LoadedTeacher(adapter=REFERENCE)", "return LoadedTeacher()",
+        "tests/trainers/test_reference.py -k may_teach[0.5",
     ),
     Mutation(
         "a teacher's log-ratio upside down", "objectives/distillation.py",

@@ -470,7 +470,9 @@ def test_the_price_of_a_judge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 tokens asked and 10 answered, 1,000 times, at 3 and 5 a million."""
     with serving(FakeJudge()) as url:
         monkeypatch.setitem(globals(), "priced", Judge(url, "r", model="m", prices=(3.0, 5.0)))
-        code, report = run("TwoTurns", "--episodes", "4", "--reward_funcs", f"{__name__}.priced", "--max_new_tokens", "4")
+        code, report = run(
+            "TwoTurns", "--episodes", "4", "--reward_funcs", f"{__name__}.priced", "--max_new_tokens", "4"
+        )
     assert code == 0 and "about 1,000 questions and 110,000 tokens, which cost 0.35 by prices" in report
 
 
