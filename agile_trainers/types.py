@@ -177,7 +177,7 @@ class Turn:
     question: bool = False
     """True if the program around the policy asked for this action, such as a summary: the environment did not get it."""
     judgements: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What judges said, by their names: of this turn, or in the last turn of the episode. ``failed`` says why there is no
+    """Answers of judges by their names: of this turn, or in the last turn of the episode. ``failed`` says why there is no
     ``score``."""
 
     @property

@@ -703,7 +703,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy as its own teacher", "step/teacher.py",
-        "with running(policy, TEACHER) if self._adapter else nullcontext():", "with nullcontext():",
+        "with running(policy, self._adapter) if self._adapter else nullcontext():", "with nullcontext():",
         f"{TEACHER} -k stated_mixture",
     ),
     Mutation(
@@ -1583,7 +1583,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an episode that nothing rewards counts as 0", "step/play.py",
-        "batch.failed |= rewards[own].isnan().all(dim=1)", "batch.failed |= rewards[own].isinf().all(dim=1)",
+        "self._rewards.totals(rewards)[own].isnan()", "self._rewards.totals(rewards)[own].isinf()",
         "tests/trainers/test_moved_from_trl.py",
     ),
     Mutation(

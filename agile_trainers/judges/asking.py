@@ -20,7 +20,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from agile_trainers.checkpoints.disclosure import MASK, mask
-from agile_trainers.judges.questions import Question, canonical
+from agile_trainers.judges.questions import JudgeQuestion, canonical
 from agile_trainers.judges.stored import StoredAnswers
 from agile_trainers.types import Message
 
@@ -41,7 +41,7 @@ class UnansweredForNow(Unanswered):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge answered, not checked yet; or why it did not."""
+    """The answer of a judge, not checked yet, or the reason why there is none."""
 
     answer: str | None = None
     failed: str | None = None
@@ -55,10 +55,10 @@ class Reply:
 class Source(Protocol):
     """Something that can be asked."""
 
-    def content(self, question: Question) -> Any:
+    def content(self, question: JudgeQuestion) -> Any:
         """Return all that the answer depends on, as JSON."""
 
-    async def ask(self, question: Question) -> tuple[str, tuple[int, int]]:
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
         """Return the answer as text, and its tokens.
 
         Raises:
@@ -69,7 +69,7 @@ class Source(Protocol):
         """Close connections."""
 
 
-class Endpoint:
+class JudgeEndpoint:
     """A model behind ``POST <url>/chat/completions``.
 
     The key is read from the environment variable at each request. It is kept nowhere, and masked in what comes back.
@@ -105,7 +105,7 @@ class Endpoint:
         self.url, self._model, self._key_env, self._options = url.rstrip("/"), model, key_env, dict(options)
         self._client: httpx.AsyncClient | None = None
 
-    def content(self, question: Question) -> dict[str, Any]:
+    def content(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return the body of the request. The address is not part of it: the same model may move."""
         form = {"name": "judgement", "strict": True, "schema": question.schema}
         body = {
@@ -114,7 +114,7 @@ class Endpoint:
         }  # fmt: skip
         return {name: value for name, value in body.items() if value is not None}
 
-    async def ask(self, question: Question) -> tuple[str, tuple[int, int]]:
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
         """Send the request once; see :class:`Source`."""
         key = os.environ.get(self._key_env, "") if self._key_env else ""
         if self._client is None:
@@ -147,7 +147,7 @@ class Endpoint:
             self._client = None
 
 
-class Function:
+class JudgeFunction:
     """A function from the messages of a question to the answer, JSON text or a dictionary; it may be asynchronous."""
 
     def __init__(self, function: Callable[[list[Message]], Any]) -> None:
@@ -157,11 +157,11 @@ class Function:
         except (OSError, TypeError):  # of a C function, a console or an object
             self._source = ""
 
-    def content(self, question: Question) -> dict[str, Any]:
+    def content(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return the question with the name and the digest of the function's source."""
         return {"function": [self._name, self._source], "messages": question.messages, "schema": question.schema}
 
-    async def ask(self, question: Question) -> tuple[str, tuple[int, int]]:
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
         """Call the function once; see :class:`Source`. Its exceptions count as faults that may pass."""
         messages = [dict(message) for message in question.messages]
         try:
@@ -213,12 +213,12 @@ class Asker:
         self._lock = threading.Lock()
         self._asked: dict[tuple[str, int], Future[Reply]] = {}
         self._under_way: dict[str, asyncio.Task[Reply]] = {}
-        """What is being asked, by what was asked; only the loop's thread uses it."""
+        """Questions under way by their digest; only the loop's thread uses it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._free: asyncio.Semaphore
 
-    def ask(self, question: Question, seed: int) -> tuple[str, int]:
+    def ask(self, question: JudgeQuestion, seed: int) -> tuple[str, int]:
         """Ask, unless it is being asked, and return the key of the reply. From any thread.
 
         Args:
@@ -248,7 +248,7 @@ class Asker:
             self._thread.start()
         return self._loop
 
-    async def _reply(self, key: str, seed: int, question: Question) -> Reply:
+    async def _reply(self, key: str, seed: int, question: JudgeQuestion) -> Reply:
         run = self.run_id()
         failure = f"{run} {seed} {key}" if run else None
         if failure is not None and (noted := self.stored.get(failure)) is not None:
@@ -264,7 +264,7 @@ class Asker:
             self.stored.put(failure, reply.failed)
         return reply
 
-    async def _fresh(self, key: str, question: Question) -> Reply:
+    async def _fresh(self, key: str, question: JudgeQuestion) -> Reply:
         try:
             async with self._free:
                 started = time.perf_counter()
@@ -277,7 +277,7 @@ class Asker:
         finally:
             del self._under_way[key]
 
-    async def _repeatedly(self, question: Question) -> tuple[str, tuple[int, int]]:
+    async def _repeatedly(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
         async def once() -> tuple[str, tuple[int, int]]:
             try:
                 async with asyncio.timeout(self._timeout):

@@ -12,19 +12,19 @@ from typing import Any
 
 from transformers.utils import logging
 
-from agile_trainers.judges.asking import Asker, Endpoint, Function, Reply
+from agile_trainers.judges.asking import Asker, JudgeEndpoint, JudgeFunction, Reply
 from agile_trainers.judges.questions import (
     EPISODE,
     GROUP,
     TURN,
     UNITS,
-    Question,
+    JudgeQuestion,
     addressed,
     ask_of_episode,
     ask_of_group,
     canonical,
     orders_of,
-    read_answer,
+    read_judgement,
     scores_of_ranking,
     transcript,
 )
@@ -44,7 +44,7 @@ class _Asked:
 
     episodes: list[int]
     """Indices among the episodes of the call."""
-    questions: list[Question]
+    questions: list[JudgeQuestion]
     """One, or one for each order in which the members of a group are shown."""
     shown: list[list[int]]
     """Of each question about a group, the conversations in the order in which it shows them."""
@@ -103,12 +103,12 @@ class Judge:
     ) -> None:
         _check(rubric, per, scale, prices, concurrency, timeout, attempts, orders)
         if isinstance(judge, str):
-            source: Endpoint | Function = Endpoint(judge, model, key_env, options or {})
+            source: JudgeEndpoint | JudgeFunction = JudgeEndpoint(judge, model, key_env, options or {})
         elif callable(judge):
             given = {"model": model, "key_env": key_env, "options": options}
             if useless := next((name for name, value in given.items() if value), None):
                 raise ValueError(f"{useless} has no effect on a judge that is a function. Leave it unset.")
-            source = Function(judge)
+            source = JudgeFunction(judge)
         else:
             raise ValueError(f"judge must be an address or a function, got a {type(judge).__name__}.")
         self._rubric, self.per, self._scale, self.orders = rubric, per, scale, orders
@@ -214,7 +214,7 @@ class Judge:
         left, problems, bad = iter(replies), list[str](), 0
         for one in asked:
             own = [next(left) for _ in one.questions]
-            answers = [None if r.answer is None else read_answer(r.answer, q) for r, q in zip(own, one.questions)]
+            answers = [None if r.answer is None else read_judgement(r.answer, q) for r, q in zip(own, one.questions)]
             problem = next((reply.failed for reply in own if reply.failed is not None), None)
             if problem is None and None in answers:
                 problem = f"The answer does not fit its schema: {own[answers.index(None)].answer!r:.300}"

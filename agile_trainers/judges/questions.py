@@ -45,8 +45,8 @@ _MOST_QUOTES, _LONGEST_QUOTE = 5, 300
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a judge is asked at once."""
+class JudgeQuestion:
+    """A question to a judge: about an episode, its turns or a group."""
 
     messages: list[Message]
     schema: dict[str, Any]
@@ -73,7 +73,7 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def ask_of_episode(episode: Trajectory, rubric: str, per: str, scale: tuple[float, float]) -> Question:
+def ask_of_episode(episode: Trajectory, rubric: str, per: str, scale: tuple[float, float]) -> JudgeQuestion:
     """Write the question for one episode.
 
     Args:
@@ -89,7 +89,7 @@ def ask_of_episode(episode: Trajectory, rubric: str, per: str, scale: tuple[floa
     return _question(rubric, per, scale, count, {"conversation": transcript(episode)}, answer)
 
 
-def ask_of_group(transcripts: Sequence[Any], rubric: str, scale: tuple[float, float]) -> Question:
+def ask_of_group(transcripts: Sequence[Any], rubric: str, scale: tuple[float, float]) -> JudgeQuestion:
     """Write the question that ranks conversations, in the order in which they are given.
 
     Args:
@@ -105,7 +105,7 @@ def ask_of_group(transcripts: Sequence[Any], rubric: str, scale: tuple[float, fl
 
 def _question(
     rubric: str, per: str, scale: tuple[float, float], count: int, shown: dict[str, Any], answer: dict[str, Any]
-) -> Question:
+) -> JudgeQuestion:
     form = _FORMS[per].format(low=scale[0], high=scale[1], count=count)
     # As JSON, no text of an episode can end the record, or pretend to be another part of it.
     messages = [
@@ -116,10 +116,10 @@ def _question(
     schema = {
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
     }  # fmt: skip
-    return Question(messages, schema, count)
+    return JudgeQuestion(messages, schema, count)
 
 
-def read_answer(text: str, question: Question) -> dict[str, Any] | None:
+def read_judgement(text: str, question: JudgeQuestion) -> dict[str, Any] | None:
     """Return a judge's answer if it is JSON, and nothing beside it, that fits the question; None for any other.
 
     One fence of Markdown around it is taken off. JSON inside of other text is not looked for: it may be a quotation.

@@ -21,7 +21,7 @@ from agile_trainers.judges.questions import (
     ask_of_episode,
     ask_of_group,
     orders_of,
-    read_answer,
+    read_judgement,
     scores_of_ranking,
 )
 from agile_trainers.types import StopReason, Turn
@@ -58,7 +58,7 @@ def asked(judge: Judge, *episodes: Any) -> tuple[list[float | None], dict[str, f
 
 @pytest.mark.parametrize("text", BAD_ANSWERS.values())
 def test_an_answer_that_does_not_fit_is_none(text: str) -> None:
-    assert read_answer(text, ask_of_episode(episode("a"), "r", "episode", UNIT)) is None
+    assert read_judgement(text, ask_of_episode(episode("a"), "r", "episode", UNIT)) is None
 
 
 @pytest.mark.parametrize(("text", "score"), [
@@ -67,7 +67,7 @@ def test_an_answer_that_does_not_fit_is_none(text: str) -> None:
 ])  # fmt: skip
 def test_an_answer_that_fits_is_read(text: str, score: float) -> None:
     question = ask_of_episode(episode("a"), "r", "episode", UNIT)
-    assert read_answer(text, question) == {"reason": "", "score": score}
+    assert read_judgement(text, question) == {"reason": "", "score": score}
 
 
 @pytest.mark.parametrize(("ranking", "fits"), [
@@ -76,12 +76,12 @@ def test_an_answer_that_fits_is_read(text: str, score: float) -> None:
 ])  # fmt: skip
 def test_a_ranking_names_every_conversation_once(ranking: Any, fits: bool) -> None:
     question = ask_of_group([["x"], ["y"], ["z"]], "r", UNIT)
-    assert (read_answer(json.dumps({"reason": "", "ranking": ranking}), question) is not None) == fits
+    assert (read_judgement(json.dumps({"reason": "", "ranking": ranking}), question) is not None) == fits
 
 
 def test_as_many_scores_as_turns() -> None:
     question = ask_of_episode(episode("a", "b"), "r", "turn", UNIT)
-    assert [read_answer(json.dumps({"reason": "", "scores": [0.5] * n}), question) is not None for n in (1, 2, 3)] == [
+    assert [read_judgement(json.dumps({"reason": "", "scores": [0.5] * n}), question) is not None for n in (1, 2, 3)] == [
         False, True, False,
     ]  # fmt: skip
 
