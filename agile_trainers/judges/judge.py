@@ -47,9 +47,9 @@ class _Asked:
     questions: list[JudgeQuestion]
     """One, or one for each order in which the members of a group are shown."""
     shown: list[list[int]]
-    """Of each question about a group, the conversations in the order in which it shows them."""
+    """The conversations of a group in the order in which each question shows them."""
     conversation: list[int]
-    """Of each member of a group, its conversation: equal ones are shown once."""
+    """The conversation of each member of a group. Members with equal ones share it."""
 
 
 class Judge:
