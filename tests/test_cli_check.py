@@ -466,6 +466,13 @@ def test_a_judge_is_asked_once(name: str, code: int, told: tuple[str, ...]) -> N
         assert text in report
 
 
+def test_a_judge_is_a_learning_signal_where_the_environment_pays_nothing() -> None:
+    options = ("PaysNothing", "--episodes", "4", "--scripted_policy", "random", "--max_new_tokens", "4")
+    assert "there is no learning signal" in run(*options)[1]
+    code, report = run(*options, "--reward_funcs", f"{__name__}.judged")
+    assert code == 0 and "there is no learning signal" not in report
+
+
 def test_the_price_of_a_judge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 tokens asked and 10 answered, 1,000 times, at 3 and 5 a million."""
     with serving(FakeJudge()) as url:

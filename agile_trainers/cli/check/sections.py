@@ -349,8 +349,8 @@ def check_scores(
     policy = [one for one in found if one.name in OF_POLICY and not causes & {one.name, *BY_NAME[one.name].unless}]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
     told = f"there is no learning signal.{f' {told} (docs/troubleshooting.md)' if told else ''} --episodes plays more."
-    if run.args.teacher is not None:
-        own, returns = set(), []  # a teacher gives every token a signal, whatever the returns
+    if run.args.teacher is not None or run.reward_functions:
+        own, returns = set(), []  # a teacher gives every token a signal, and functions an episode, whatever the returns
     if of_model and len(own) == 1:
         # Scores of other policies do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
