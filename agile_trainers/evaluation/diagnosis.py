@@ -335,8 +335,8 @@ def _starts_lost(history: MetricHistory, options: Any) -> Evidence | None:
     if history.rises("success"):
         return None  # the policy may still be learning one start after the other
     return Evidence(
-        f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, and "
-        f"success stands still at {success:.0%}."
+        f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, "
+        f"and success stands still at {success:.0%}."
     )
 
 
@@ -863,8 +863,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,
-        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower learning_rate, "
-        "so that they are not given up before they are learned.",
+        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower "
+        "learning_rate, so that they are not given up before they are learned.",
         ("entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
     ),
     HealthCheck(
