@@ -637,7 +637,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a score that is held out is a reward", "step/reward.py",
-        'float(not getattr(one, "held_out", False))', "1.0", f"{JUDGED} -k held_out",
+        "weights.masked_fill(torch.tensor(held_out, device=weights.device), torch.nan)", "weights", f"{JUDGED} -k held_out",
     ),
     Mutation(
         "episodes are judged when all have ended", "trainers/setup.py",
@@ -645,7 +645,7 @@ MUTATIONS = [
     ),
     Mutation(
         "judges part where both fall", "evaluation/diagnosis.py",
-        "or fall <= 0 or trained[-1] < trained[best]:", "or fall <= 0:", "tests/evaluation/test_diagnosis.py -k agree_on",
+        "or fall <= 0 or trained[-1] < trained[best]:", "or fall <= 0:", "tests/evaluation/test_diagnosis.py -k agree",
     ),
     Mutation(
         "a moving average that forgets itself", "adapters/copies.py",

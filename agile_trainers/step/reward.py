@@ -42,7 +42,7 @@ def add_return_reward(
 
     Args:
         args: A ``MultiTurnConfig`` for episodes. Its ``reward_weights`` weigh the other functions.
-        reward_funcs: The user's, in TRL's form. Judges that are held out have weight 0.
+        reward_funcs: The user's, in TRL's form.
         classes: Their processing classes.
         columns: The columns of each data set whose rows are played, by the data set's name.
 
@@ -72,7 +72,6 @@ def add_return_reward(
     judges = [function for function in own if isinstance(function, Judge)]
     if judges:
         _check_judges(judges, own, weights, args)
-        weights = [float(not getattr(one, "held_out", False)) for one in own] if weights is None else weights
     apart = args.environment_processes == 0 and args.max_environments is None
     called = [function for function in own if callable(function) and not isinstance(function, nn.Module)]
     for function in called:

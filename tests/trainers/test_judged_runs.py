@@ -121,7 +121,13 @@ def test_members_of_a_group_are_ranked_and_evaluated_without(embedded_model, tmp
 def test_what_is_held_out_is_logged_and_changes_nothing(embedded_model, tmp_path, closing) -> None:
     """Not even where it fails: weights are equal bit by bit."""
     trained, logs = [], []
-    with serving(FakeJudge(fifth)) as url:
+
+    def fault(body: dict[str, Any], before: int) -> str | None:
+        """Other episodes are lost by each judge."""
+        of_both = [{"role": "system", "content": ""}, {"content": json.dumps(body["messages"])}]
+        return fifth({"messages": of_both}, before)
+
+    with serving(FakeJudge(fault)) as url:
         for held_out in (False, True):
             judges = [Judge(url, "r", model="m")]
             if held_out:
@@ -136,7 +142,7 @@ def test_what_is_held_out_is_logged_and_changes_nothing(embedded_model, tmp_path
     assert_same(*trained)
     assert "judges/held_out" not in logs[0] and 0 < logs[1]["judges/held_out"] < 1
     assert logs[0]["reward"] == logs[1]["reward"] and logs[1]["rewards/held_out_judge/mean"] > 0
-    assert logs[1]["judges/judge/tokens_asked"] == 600 and 0 < logs[1]["judges/failed"] < 1
+    assert logs[1]["judges/judge/tokens_asked"] > 0 and logs[1]["judges/held_out_judge/failed"] > 0
 
 
 def test_a_score_that_is_held_out_rewards_nothing(embedded_model, tmp_path, closing) -> None:
