@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -243,6 +244,7 @@ def test_a_killed_run_goes_on_bit_by_bit_with_the_answers_it_had(
             trainer.train(resume_from_checkpoint=resume or None)
         except Killed:
             trainer.engine.pool.close()
+            wait(judge._asker._asked.values())  # of episodes of a batch ahead, which may be asked about again otherwise
         judge.close()
         return trainer
 
