@@ -13,7 +13,7 @@ from math import atanh, inf, isnan, tanh
 from statistics import fmean
 from typing import Any
 
-from agile_trainers.evaluation.sequential import Course, Shift
+from agile_trainers.evaluation.statistics import Course, Shift
 
 BATCHES = 5
 """Values over which a condition on the episodes must hold."""
