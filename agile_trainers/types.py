@@ -179,6 +179,9 @@ class Turn:
     """Reason for the new path that begins with this turn, in a few words; None if it continues one, or nobody said."""
     question: bool = False
     """True if the program around the policy asked for this action, such as a summary: the environment did not get it."""
+    judgements: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Answers of judges by their names: of this turn, or in the last turn of the episode. ``failed`` says why there is no
+    ``score``."""
 
     @property
     def said(self) -> list[Message]:
@@ -309,6 +312,12 @@ class Trajectory:
     def episode_return(self) -> float:
         """Undiscounted sum of the turn rewards."""
         return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def unjudged(self) -> bool:
+        """True if a judge whose scores are trained on gave none; the episode is not trained on."""
+        said = [one for turn in self.turns for one in turn.judgements.values()]
+        return any("failed" in one and not one.get("held_out") for one in said)
 
     @property
     def clipped(self) -> bool:

@@ -71,6 +71,7 @@ ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 KEPT = "tests/objectives/test_kept_sets.py"
 SHOWN, SHOWN_ENUMERATED = "tests/trainers/test_demonstrations.py", "tests/trainers/test_demonstration_enumeration.py"
+JUDGES, JUDGED = "tests/judges/test_judges.py", "tests/trainers/test_judged_runs.py"
 TEACHER, TEACHER_ENUMERATED = "tests/trainers/test_teacher.py", "tests/trainers/test_teacher_enumeration.py"
 TRUNCATED = "tests/trainers/test_truncated_enumeration.py"
 TRUNCATED_RUNS = "tests/trainers/test_truncated_runs.py"
@@ -581,6 +582,81 @@ MUTATIONS = [
         "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
+        "a bad answer is a low score", "judges/judge.py",
+        "values = None if problem else", "values = [[0.0] for _ in asked.conversation] if problem else",
+        f"{JUDGES} -k invented",
+    ),
+    Mutation(
+        "JSON inside of other text is an answer", "judges/questions.py",
+        "_FENCED.fullmatch(text.strip())", "re.search(r'({.*})', text)", f"{JUDGES} -k does_not_fit",
+    ),
+    Mutation(
+        "NaN of a judge is a number", "judges/questions.py", ", parse_constant=_no_number", "", f"{JUDGES} -k does_not_fit",
+    ),
+    Mutation(
+        "a ranking may name a member twice", "judges/questions.py",
+        'return None if "ranking" in answer and', 'return None if "ranking" not in answer and',
+        f"{JUDGES} -k every_conversation",
+    ),
+    Mutation(
+        "equal ones have the best of their ranks", "judges/questions.py",
+        "(better + (size - 1) / 2)", "better", f"{JUDGES} -k ranks_of_equal",
+    ),
+    Mutation(
+        "both orders of a group are one", "judges/questions.py",
+        "return [order, order[::-1]][:orders]", "return [order, order][:orders]", f"{JUDGES} -k likes_places",
+    ),
+    Mutation(
+        "the order of a group's members decides theirs", "judges/questions.py",
+        "order = sorted(range(len(contents)), key=contents.__getitem__)", "order = list(range(len(contents)))",
+        f"{JUDGES} -k orders_depend",
+    ),
+    Mutation(
+        "a judge's status is always tried again", "judges/asking.py",
+        "kind = UnansweredForNow if again else Unanswered", "kind = UnansweredForNow", f"{JUDGES} -k cannot_succeed",
+    ),
+    Mutation(
+        "a judge's failure is forgotten", "judges/asking.py",
+        "self.stored.put(failure, reply.failed)", "pass", f"{JUDGES} -k stays_so",
+    ),
+    Mutation(
+        "a judge's key stays in its answers", "judges/asking.py",
+        "response.text.replace(key, MASK) if key else response.text", "response.text", f"{JUDGED} -k key",
+    ),
+    Mutation(
+        "an episode without a score counts", "types.py",
+        'return any("failed" in one and not one.get("held_out") for one in said)', "return False", f"{JUDGED} -k left_out",
+    ),
+    Mutation(
+        "a fault of a judge that is held out leaves an episode out", "types.py",
+        ' and not one.get("held_out")', "", f"{JUDGED} -k held_out_is_logged",
+    ),
+    Mutation(
+        "scores of turns are paid at the end too", "step/reward.py",
+        "self.weights.masked_fill(self._of_turns, 0.0)", "self.weights", f"{JUDGED} -k scores_of_turns",
+    ),
+    Mutation(
+        "a score that is held out is a reward", "step/reward.py",
+        "weights.masked_fill(torch.tensor(held_out, device=weights.device), torch.nan)", "weights", f"{JUDGED} -k held_out",
+    ),
+    Mutation(
+        "episodes are judged when all have ended", "trainers/setup.py",
+        "engine.observers.append(judge.begin)", "pass", f"{JUDGED} -k while_others",
+    ),
+    Mutation(
+        "judges part where both fall", "evaluation/diagnosis.py",
+        "or fall <= 0 or trained[-1] < trained[best]:", "or fall <= 0:", "tests/evaluation/test_diagnosis.py -k agree",
+    ),
+    Mutation(
+        "a moving average that forgets itself", "adapters/copies.py",
+        "twin.lerp(read, weight)", "read * weight", "tests/trainers/test_reference.py -k moving_average[lora]",
+    ),
+    Mutation(
+        "the reference does not teach", "trainers/teacher.py",
+        "return LoadedTeacher(adapter=REFERENCE)", "return LoadedTeacher()",
+        "tests/trainers/test_reference.py -k may_teach[0.5",
+    ),
+    Mutation(
         "a teacher's log-ratio upside down", "objectives/distillation.py",
         "weights * (teacher - policy)", "weights * (policy - teacher)", f"{TEACHER_ENUMERATED} -k target[immediate",
     ),
@@ -627,7 +703,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy as its own teacher", "step/teacher.py",
-        "with running(policy, TEACHER) if self._adapter else nullcontext():", "with nullcontext():",
+        "with running(policy, self._adapter) if self._adapter else nullcontext():", "with nullcontext():",
         f"{TEACHER} -k stated_mixture",
     ),
     Mutation(
@@ -1555,7 +1631,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an episode that nothing rewards counts as 0", "step/play.py",
-        "batch.failed |= rewards[own].isnan().all(dim=1)", "batch.failed |= rewards[own].isinf().all(dim=1)",
+        "self._rewards.totals(rewards)[own].isnan()", "self._rewards.totals(rewards)[own].isinf()",
         "tests/trainers/test_moved_from_trl.py",
     ),
     Mutation(

@@ -276,12 +276,12 @@ def test_reward_functions_by_name_and_by_path() -> None:
         reward_funcs=["accuracy_reward", "trl.rewards.think_format_reward", "get_soft_overlong_punishment"],
         reward_model_name_or_path="model",
     )
-    functions = train._reward_functions(script)
+    functions = train.reward_functions(script)
     assert [getattr(function, "__name__", function) for function in functions] == [
         "model", "accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward",
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"'acuracy_reward'.*accuracy_reward"):
-        train._reward_functions(train.MultiTurnScriptArguments(reward_funcs=["acuracy_reward"]))
+        train.reward_functions(train.MultiTurnScriptArguments(reward_funcs=["acuracy_reward"]))
 
 
 def test_launch_hands_each_option_to_whom_it_belongs(

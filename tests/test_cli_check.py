@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_judge import FakeJudge, serving
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from agile_trainers import Judge
 from agile_trainers.cli.check import command as check
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
@@ -451,6 +453,47 @@ def test_state_of_a_class_is_found_when_the_model_plays(embedded_model: Path) ->
 def test_sound_environments_are_not_accused(sound: str) -> None:
     code, report = run(sound)
     assert code == 0 and MISSES not in report and DOUBT not in report and "state" not in report, report
+
+
+def liked(messages: list[Message]) -> dict[str, Any]:
+    """Scores an episode, or ranks a group."""
+    if "conversations" in messages[1]["content"]:
+        return {"reason": "ranked", "ranking": [[1], [2]]}
+    return {"reason": "politeness", "score": 0.75}
+
+
+judged = Judge(liked, "Be polite.")
+ranked = Judge(liked, "Be polite.", per="group", name="ranked")
+refused = Judge(lambda messages: "no", "Be polite.", name="refused")
+
+
+@pytest.mark.parametrize(("name", "code", "told"), [
+    ("judged", 0, ("Judge: judge, one score for each episode", "0.75", "politeness", "about 1,000 questions")),
+    ("ranked", 0, ("Judge: ranked, one score for each group", "ranked", "about 125 questions")),
+    ("refused", 1, ("problem: refused gave no score: The answer does not fit its schema: 'no'",)),
+])  # fmt: skip
+def test_a_judge_is_asked_once(name: str, code: int, told: tuple[str, ...]) -> None:
+    found, report = run("TwoTurns", "--episodes", "4", "--reward_funcs", f"{__name__}.{name}", "--max_new_tokens", "4")
+    assert found == code
+    for text in told:
+        assert text in report
+
+
+def test_a_judge_is_a_learning_signal_where_the_environment_pays_nothing() -> None:
+    options = ("PaysNothing", "--episodes", "4", "--scripted_policy", "random", "--max_new_tokens", "4")
+    assert "there is no learning signal" in run(*options)[1]
+    code, report = run(*options, "--reward_funcs", f"{__name__}.judged")
+    assert code == 0 and "there is no learning signal" not in report
+
+
+def test_the_price_of_a_judge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 tokens asked and 10 answered, 1,000 times, at 3 and 5 a million."""
+    with serving(FakeJudge()) as url:
+        monkeypatch.setitem(globals(), "priced", Judge(url, "r", model="m", prices=(3.0, 5.0)))
+        code, report = run(
+            "TwoTurns", "--episodes", "4", "--reward_funcs", f"{__name__}.priced", "--max_new_tokens", "4"
+        )
+    assert code == 0 and "about 1,000 questions and 110,000 tokens, which cost 0.35 by prices" in report
 
 
 def test_rewards_that_are_not_known_here_are_not_judged() -> None:

@@ -50,6 +50,8 @@ expert = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lor
 get_peft_model(AutoModelForCausalLM.from_pretrained("model"), expert).save_pretrained("runs/expert")
 """,
     "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
+    # Nobody answers there.
+    "docs/judges.md": "import tenacity\nfrom agile_trainers.judges import asking\nasking.WAITS = tenacity.wait_none()\n",
     "docs/rollout_log.md": SNIPPET,
     "docs/evaluation.md": "import shutil\nfor name in ('sft', 'adapter'): shutil.copytree('model', f'runs/demo/{name}')\n",
     "docs/rollouts.md": SNIPPET,
@@ -229,6 +231,7 @@ EARNED = {
     "docs/algorithms.md": [GUESS],
     "docs/async.md": [GUESS],
     "docs/grpo.md": [GEM],
+    "docs/judges.md": [GUESS],
     "docs/late_turns.md": [climbs],
     "docs/own_loss.md": [any_word, any_word],
     "docs/ppo.md": [GUESS],

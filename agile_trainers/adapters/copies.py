@@ -27,7 +27,7 @@ def add_reference(model: PeftModel) -> None:
 
 
 @torch.no_grad()
-def copy_adapter(model: PeftModel, source: str, target: str, *, partly: bool = False) -> None:
+def copy_adapter(model: PeftModel, source: str, target: str, *, partly: bool = False, weight: float = 1.0) -> None:
     """Copy the weights of one adapter to another with the same configuration.
 
     Args:
@@ -35,6 +35,7 @@ def copy_adapter(model: PeftModel, source: str, target: str, *, partly: bool = F
         source: Name of the adapter that is read.
         target: Name of the adapter that is written.
         partly: Leave out layers that only ``source`` adapts.
+        weight: Of what is copied; the rest is what was there.
 
     Raises:
         ValueError: If a weight of ``source`` is missing in ``target`` or has another shape.
@@ -45,13 +46,13 @@ def copy_adapter(model: PeftModel, source: str, target: str, *, partly: bool = F
         twins = {name: twin for name, twin in twins.items() if twin in weights}
     with whole(weights[name] for pair in twins.items() for name in pair if name in weights):
         for name, twin_name in twins.items():
-            weight, twin = weights[name], weights.get(twin_name)
-            if twin is None or twin.shape != weight.shape:
+            read, twin = weights[name], weights.get(twin_name)
+            if twin is None or twin.shape != read.shape:
                 raise ValueError(
-                    f"Adapter {target!r} cannot take the weights of {source!r}: {name} is {tuple(weight.shape)} there "
+                    f"Adapter {target!r} cannot take the weights of {source!r}: {name} is {tuple(read.shape)} there "
                     f"and {'missing' if twin is None else tuple(twin.shape)} here. Both need the same configuration."
                 )
-            twin.copy_(weight)
+            twin.copy_(read if weight == 1.0 else twin.lerp(read, weight))
 
 
 class Snapshots:

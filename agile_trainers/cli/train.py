@@ -140,7 +140,7 @@ def train(
         trainer = find_algorithm(algorithm)(
             model=model.model_name_or_path,
             environment=environment,
-            reward_funcs=_reward_functions(script),
+            reward_funcs=reward_functions(script),
             args=args,
             train_dataset=split_of_dataset(dataset, script.dataset_train_split),
             eval_dataset=split_of_dataset(dataset, script.dataset_test_split) if args.eval_strategy != "no" else None,
@@ -200,7 +200,7 @@ def split_of_dataset(dataset: Any, name: str) -> Any:
     return dataset[name]
 
 
-def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..., Any]]:
+def reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..., Any]]:
     """Return reward models, functions of ``trl.rewards`` by name, and other functions by dotted path."""
     from trl import rewards
 

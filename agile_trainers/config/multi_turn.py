@@ -243,10 +243,13 @@ class MultiTurnConfig(GRPOConfig):
         "Number of optimizer steps from one policy that becomes the reference to the next. LoRA needs "
         "`reference_adapter`. Default: never.",
     )
+    reference_update_weight: float = option(
+        1.0, "Weight of the policy in an updated reference, in (0, 1]; below 1 the reference is a moving average."
+    )
     teacher: str | None = option(
         None,
         "Folder or Hub id of a [teacher](teacher.md), an adapter or a model, whose divergence is added to the loss; "
-        "`policy`: the policy that reads `teacher_hint`. Default: none.",
+        "`policy`: the policy that reads `teacher_hint`; `reference`: the reference adapter. Default: none.",
     )
     teacher_gradient: str = option(
         IMMEDIATE,

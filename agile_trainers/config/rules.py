@@ -312,7 +312,8 @@ VALUES: tuple[Rule, ...] = (
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
     at_least(1, "demonstrations_per_group"),
-    in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay"),
+    positive("reference_update_weight"),
+    in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay", "reference_update_weight"),
     Rule(
         ("stop_strings",),
         lambda _, value: (
@@ -531,6 +532,10 @@ def _uses_reference(args: Any) -> bool:
     return bool(args.beta != 0.0)
 
 
+def _has_reference(args: Any) -> bool:
+    return _uses_reference(args) or args.teacher == THE_REFERENCE
+
+
 SWITCHED_ON = (
     acts_with("sync_ref_model", (True,), "ref_model_mixup_alpha", "ref_model_sync_steps"),
     acts_with(
@@ -544,19 +549,28 @@ SWITCHED_ON = (
 """Rules for options of TRL that another one switches on."""
 
 _REFERENCE = (
+    acts_with("beta", _uses_reference, "kl_placement", "keep_reference", needed="a reference"),
+    acts_with("beta", _has_reference, "reference_adapter", "reference_update_steps", needed="a reference"),
     acts_with(
-        "beta", _uses_reference, "kl_placement", "reference_adapter", "reference_update_steps", "keep_reference",
-        needed="a reference",
+        "reference_update_steps", lambda args: args.reference_update_steps is not None, "reference_update_weight",
+        needed="an update",
     ),
     excludes("sync_ref_model", (True,), "reference_update_steps", why="and both move the reference"),
 )  # fmt: skip
 
 ITSELF = "policy"
 """Value of ``teacher`` that stands for the policy itself."""
+THE_REFERENCE = "reference"
+"""Value of ``teacher`` that stands for the reference adapter."""
 _TEACHER = (
     acts_with(
         "teacher", lambda args: args.teacher is not None, "teacher_gradient", "teacher_coef", "teacher_coef_end",
         "teacher_turn_decay", "teacher_hint", needed="a teacher",
+    ),
+    Rule(
+        ("teacher",),
+        lambda args, value: value != THE_REFERENCE or args.reference_adapter,
+        "teacher='reference' is the reference adapter, which this run does not have. Set reference_adapter=True.",
     ),
     Rule(
         ("teacher",),
@@ -596,7 +610,7 @@ _DEMONSTRATIONS = (
 )  # fmt: skip
 
 _EXTRAS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "reference": (_uses_reference, "there is no reference to push, beta=0.0 uses none"),
+    "reference": (_has_reference, "there is no reference to push, beta=0.0 uses none"),
     "critic": (lambda args: args.has_critic, "there is no critic to push, the algorithm has none"),
 }
 """Part of ``hub_extras`` to whether a run has it, and what to say if not."""

@@ -38,6 +38,8 @@ STILL = 1e-3
 """Change of a token's log-probability, in nats, up to which a policy has not moved."""
 ERRORS = 4.0
 """Standard errors by which the latest values of a metric must differ from the first where that alone is no finding."""
+PARTED = 5.0
+"""Standard errors by which a judge that is held out must fall below its best latest mean, of which there are many."""
 FALL = 0.2
 """Share of the first success that must be lost, or standard deviations of an episode's reward."""
 DESTROYED = 0.5
@@ -728,6 +730,29 @@ def _rewards_missing(history: MetricHistory, options: Any) -> Evidence | None:
     )
 
 
+def _judge_failing(history: MetricHistory, options: Any) -> Evidence | None:
+    share = history.mean("judges/failed", 1)
+    if not share or share < FAILING:
+        return None
+    return Evidence(f"A judge gave no valid answer for {share:.0%} of the episodes, which are not trained on.", share)
+
+
+def _judge_overoptimized(history: MetricHistory, options: Any) -> Evidence | None:
+    trained, held_out = (history.means(f"judges/{name}", UPDATES) for name in ("score", "held_out"))
+    if not history.patience or len(trained) != len(held_out) or not held_out:
+        return None
+    best = max(range(len(held_out)), key=held_out.__getitem__)
+    # Half the mean square of successive differences is the variance of one value, and a fall has two means of values.
+    noise = [(b - a) ** 2 / UPDATES for a, b in pairwise(history.latest["judges/held_out"])]
+    fall = held_out[best] - held_out[-1]
+    if fall <= PARTED * fmean(noise) ** 0.5 or fall <= 0 or trained[-1] < trained[best]:
+        return None
+    return Evidence(
+        f"The judges part: the score of the one that is held out fell from {held_out[best]:.3g} to {held_out[-1]:.3g}, and "
+        f"that of the one that is trained on went from {trained[best]:.3g} to {trained[-1]:.3g}."
+    )
+
+
 def _environment_failing(history: MetricHistory, options: Any) -> Evidence | None:
     share = sum(history.mean(f"stop/environment_{kind}", 1) or 0.0 for kind in ("error", "timeout"))
     if not share:
@@ -837,6 +862,17 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     HealthCheck(
         "rewards_missing", ("rewards/nan",), _rewards_missing,
         "Mend the reward function: check divisions and logarithms. None says that a function does not score an episode.",
+    ),
+    HealthCheck(
+        "judge_failing", ("judges/failed",), _judge_failing,
+        "Read the first warning, or failed in the judgements of an episode: the endpoint, its key, its limits, or a rubric "
+        "and a model that do not give the form that is asked for.",
+    ),
+    HealthCheck(
+        "judge_overoptimized", ("judges/score", "judges/held_out"), _judge_overoptimized,
+        "Go on from a checkpoint before the two parted, and read what the judge rewards now. Mend the rubric, set beta, or "
+        "lower learning_rate.",
+        ("beta", "learning_rate"), unless=_DESTROYED,
     ),
     HealthCheck(
         "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,

@@ -146,6 +146,9 @@ def episode_row(
     for k, turn in enumerate(trajectory.turns):
         turn_ids[turn.start : turn.end] = k
         is_text = turn.observation is None or isinstance(turn.observation, str)
+        added: dict[str, Any] = {"judgements": turn.judgements} if turn.judgements else {}
+        if trajectory.end_reward is not None and turn is trajectory.turns[-1]:
+            added["end_reward"] = trajectory.end_reward
         turns.append({
             "start": turn.start,
             "end": turn.end,
@@ -157,7 +160,7 @@ def episode_row(
             "return": returns[k],
             "advantage": None if advantages is None else advantages[k],
             "value": None if values is None else values[k],
-            "info": to_json(turn.info),
+            "info": to_json({**turn.info, **added} if added else turn.info),
             **dict.fromkeys(ADDED),
             "question": turn.question or None,
             "messages": None if turn.messages is None else to_json(turn.messages),
@@ -169,8 +172,6 @@ def episode_row(
                 "fork": turn.fork,
             }),
         })  # fmt: skip
-    if trajectory.end_reward is not None:
-        turns[-1]["info"] = to_json({**trajectory.turns[-1].info, "end_reward": trajectory.end_reward})
     return {
         "step": step,
         "generation": generation,

@@ -57,6 +57,8 @@ class RolloutEngine:
         """Names of the environments of which an episode has reported its success, on any process; others fill it."""
         self.waiting = BusyMeter()
         """Measures when a caller waits for episodes."""
+        self.observers: list[Callable[[Trajectory], None]] = []
+        """Called with each trajectory of any rollout when it ends."""
         self._sampling = BusyMeter()
         self._played: list[ref[Trajectory]] = []
         """Trajectories of the last rollout."""
@@ -121,7 +123,7 @@ class RolloutEngine:
                 return stepped if self.pool.agent(environment) is None else agents()
 
             kept = self._played if keep_instances else None
-            yield Rollout(self.pool, self.limits_of, episodes_of, self._sampling, kept)
+            yield Rollout(self.pool, self.limits_of, episodes_of, self._sampling, kept, self.observers)
 
     def beside(self) -> RolloutEngine:
         """Return an engine that can play while a rollout of this one is open."""

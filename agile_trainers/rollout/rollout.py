@@ -57,6 +57,7 @@ class Rollout:
         episodes_of: Returns what an environment's episodes are played by.
         sampling: Measures when a request is being sampled.
         kept: Gets the trajectories that have their environment's instance; None: they have none.
+        observers: Called with each trajectory when it ends.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Rollout:
         episodes_of: Callable[[str | None], Episodes],
         sampling: BusyMeter,
         kept: list[ref[Trajectory]] | None,
+        observers: Sequence[Callable[[Trajectory], None]] = (),
     ) -> None:
+        self._observers = observers
         self._pool, self._limits_of, self._episodes_of = pool, limits_of, episodes_of
         self._sampling, self._kept = sampling, kept
         self._playing: dict[int, Episodes] = {}
@@ -288,5 +291,5 @@ class Rollout:
             trajectory.environment = self._pool.environment(key)
             self._kept.append(ref(trajectory))
         self._pool.release(key, reusable=not trajectory.stop_reason.failed)
-        if on_finish is not None:
-            on_finish(trajectory)
+        for observe in (*self._observers, *([] if on_finish is None else [on_finish])):
+            observe(trajectory)

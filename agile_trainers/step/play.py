@@ -63,12 +63,13 @@ class Collator:
     encode: Callable[[Picture], None] | None = None
     """Gives an image its features, in a run that shows images."""
 
-    def batch(self, trajectories: list[Trajectory], added: torch.Tensor) -> TurnBatch:
+    def batch(self, trajectories: list[Trajectory], added: torch.Tensor, by_turn: list[list[float]]) -> TurnBatch:
         """Make the batch of this process's episodes.
 
         Args:
             trajectories: The episodes.
             added: (B,), reward that is added to the last turn of each.
+            by_turn: Reward that is added to each turn.
         """
         batch = collate(
             trajectories,
@@ -81,6 +82,8 @@ class Collator:
         rows = torch.arange(len(added), device=added.device)
         last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
         batch.turn_rewards[rows, last] += added * batch.turn_mask.any(dim=1)
+        for row, rewards in enumerate(by_turn):
+            batch.turn_rewards[row, : len(rewards)] += torch.tensor(rewards, device=added.device)
         return batch
 
 
@@ -195,8 +198,9 @@ class GroupRollouts:
     def _batch(self, trajectories: list[Trajectory], rewards: torch.Tensor) -> TurnBatch:
         """Collate this process's episodes; one that nothing rewards is left out of every statistic, as in TRL."""
         own = own_rows(self._accelerator, len(trajectories))
-        batch = self._collator.batch(trajectories, self._rewards.added(rewards)[own])
-        batch.failed |= rewards[own].isnan().all(dim=1).to(batch.failed.device)
+        added = self._rewards.added(rewards)[own]
+        batch = self._collator.batch(trajectories, added, self._rewards.by_turn(trajectories))
+        batch.failed |= self._rewards.totals(rewards)[own].isnan().to(batch.failed.device)
         return batch
 
     def _resample(self, played: PlayedGroups, inputs: list[Row], generation: int) -> None:

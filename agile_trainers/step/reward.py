@@ -18,7 +18,9 @@ from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
 from agile_trainers.envs.libraries.trl_tools import REWARDED, TRLEnvironment
 from agile_trainers.imports import exits_reported
-from agile_trainers.types import StopReason, Trajectory
+from agile_trainers.judges.judge import Judge
+from agile_trainers.judges.questions import GROUP, TURN
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 logger = logging.get_logger(__name__)
 
@@ -67,6 +69,9 @@ def add_return_reward(
             f"reward_weights has {len(weights)} entries for {len(own)} reward_funcs; the environment's own reward needs "
             "none (its weight is 1)."
         )
+    judges = [function for function in own if isinstance(function, Judge)]
+    if judges:
+        _check_judges(judges, own, weights, args)
     apart = args.environment_processes == 0 and args.max_environments is None
     called = [function for function in own if callable(function) and not isinstance(function, nn.Module)]
     for function in called:
@@ -79,6 +84,32 @@ def add_return_reward(
 
     functions = [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)]
     return functions, [None, *classes], None if weights is None else [1.0, *weights]
+
+
+def _check_judges(
+    judges: Sequence[Judge], functions: Sequence[Any], weights: Sequence[float] | None, args: Any
+) -> None:
+    """Check that judges have names of their own, and fit the weights and the groups.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    names = [get_callable_name(one) for one in functions if callable(one) and not isinstance(one, nn.Module)]
+    for judge in judges:
+        if names.count(judge.__name__) > 1:
+            raise ValueError(
+                f"Two reward functions are called {judge.__name__!r}. Give the judge another name: name='...'."
+            )
+        if judge.held_out and weights is not None and weights[list(functions).index(judge)] != 0:
+            raise ValueError(f"reward_weights must be 0 for the judge {judge.__name__!r}, which is held out.")
+        # A question about a group needs all of its members in one process.
+        own = args.per_device_train_batch_size * args.steps_per_generation
+        if judge.per == GROUP and (args.num_generations < 2 or own % args.num_generations):
+            raise ValueError(
+                f"The judge {judge.__name__!r} compares the members of a group, but a process plays {own} episodes of a "
+                f"generation batch, in groups of num_generations={args.num_generations}. Let each process play whole groups "
+                "of at least 2, or set per='episode'."
+            )
 
 
 def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardFunction:
@@ -140,6 +171,12 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
     chosen.__name__ = get_callable_name(function)
     chosen.__wrapped__ = function
     return chosen
+
+
+def judge_of(function: Any) -> Judge | None:
+    """Return the judge that a reward function of a run asks; None if it asks none."""
+    asked = getattr(function, "__wrapped__", None)
+    return asked if isinstance(asked, Judge) else None
 
 
 def _numbers(values: Any, called: str) -> list[Any]:
@@ -259,6 +296,7 @@ class Rewards:
         accelerator: The trainer's.
         pending_metrics: TRL's store for ``log_metric``.
         pending_columns: TRL's store for ``log_extra``.
+        functions: The F functions.
     """
 
     def __init__(
@@ -269,22 +307,33 @@ class Rewards:
         accelerator: Accelerator,
         pending_metrics: dict[str, list[float]],
         pending_columns: dict[str, list[Any]],
+        functions: Sequence[Any],
     ) -> None:
         self._calculate, self._accelerator = calculate, accelerator
-        self.names, self.weights = names, weights
+        self.names = names
         self.pending_metrics, self.pending_columns = pending_metrics, pending_columns
+        self.judges = {place: judge for place, one in enumerate(functions) if (judge := judge_of(one)) is not None}
+        """The judges among the functions."""
+        held_out = [place in self.judges and self.judges[place].held_out for place in range(len(names))]
+        # A score that is held out does not make an episode one that something rewards.
+        self.weights = weights.masked_fill(torch.tensor(held_out, device=weights.device), torch.nan)
+        of_turns = [place in self.judges and self.judges[place].per == TURN for place in range(len(names))]
+        self._of_turns = torch.tensor(of_turns, device=weights.device)
         self._silent = [0] * len(names)
         """Batches in which a function gave no reward, since the first; -1 once it gave one."""
 
     def of(self, rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> torch.Tensor:
         """Compute the rewards (B, F) of all processes, NaN for failed episodes, also of reward models, which score them.
 
+        An episode without the answer of a judge that it is trained on counts as failed: any other number in its place would
+        be a reward that nobody gave.
+
         Args:
             rows: The row of each episode of this process.
             trajectories: This process's episodes, equally many on each.
         """
         rewards = self._calculate(**reward_inputs(rows, trajectories))
-        failed = [trajectory.stop_reason.failed for trajectory in trajectories]
+        failed = [trajectory.stop_reason.failed or trajectory.unjudged for trajectory in trajectories]
         everywhere: torch.Tensor = self._accelerator.gather(torch.tensor(failed, device=rewards.device))
         if not everywhere.all():  # a batch that failed whole says nothing of the functions
             self._look((~rewards[~everywhere].isnan()).any(dim=0).tolist())
@@ -295,8 +344,24 @@ class Rewards:
         return totals(rewards, self.weights)
 
     def added(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Compute what is added to the return (B,): the weighted sum of all functions but the first, without NaN."""
-        return (rewards * self.weights.to(rewards.device))[:, 1:].nansum(dim=1)
+        """Compute what is added to the last turn (B,): the weighted sum of all functions but the first, without NaN.
+
+        Those that reward each turn are left out; see :meth:`by_turn`.
+        """
+        weights = self.weights.masked_fill(self._of_turns, 0.0).to(rewards.device)
+        return (rewards * weights)[:, 1:].nansum(dim=1)
+
+    def by_turn(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """Compute the weighted sum of what judges gave each turn of some episodes; an empty list without such judges."""
+        judges = ((i, judge) for i, judge in self.judges.items() if judge.per == TURN and not judge.held_out)
+        weights = {judge.__name__: float(self.weights[i]) for i, judge in judges}
+        if not weights:
+            return []
+
+        def given(turn: Turn) -> float:
+            return sum(w * turn.judgements.get(name, {}).get("score", 0.0) for name, w in weights.items())
+
+        return [[given(turn) for turn in trajectory.turns] for trajectory in trajectories]
 
     def summary(self, rewards: torch.Tensor) -> dict[str, float]:
         """Compute the metrics of rewards (B, F); see :func:`reward_summary`."""
@@ -339,9 +404,9 @@ class Rewards:
 
 
 def totals(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the weighted sums (B,) of rewards (B, F), ignoring NaN; NaN where all rewards are."""
-    summed = (rewards * weights.to(rewards.device)).nansum(dim=1)
-    return summed.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    """Compute the weighted sums (B,) of rewards (B, F), ignoring NaN; NaN where all rewards, or their weights, are."""
+    weighted = rewards * weights.to(rewards.device)
+    return weighted.nansum(dim=1).masked_fill(weighted.isnan().all(dim=1), torch.nan)
 
 
 def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> dict[str, float]:

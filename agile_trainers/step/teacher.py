@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from trl.models.utils import disable_gradient_checkpointing
 
-from agile_trainers.adapters.roles import TEACHER, running
+from agile_trainers.adapters.roles import running
 from agile_trainers.objectives.distillation import (
     FORWARD,
     SAMPLED,
@@ -61,7 +61,7 @@ class Teacher:
         log_probs: TRL's ``_get_per_token_logps_and_entropies``.
         packer: Runs the forward passes.
         model: A frozen model; None where the teacher is an adapter of the policy, or the policy itself.
-        adapter: True if it is the adapter ``teacher``.
+        adapter: Name of the adapter that it is, if it is one.
         render: Tokenizes a hint, which stands before an episode.
         own_loss: True if the algorithm brings its own loss.
     """
@@ -74,7 +74,7 @@ class Teacher:
         packer: Packer,
         model: Any,
         *,
-        adapter: bool,
+        adapter: str | None,
         render: Callable[[str], list[int]],
         own_loss: bool,
     ) -> None:
@@ -117,7 +117,7 @@ class Teacher:
     def _playing(self, model: Any) -> Iterator[Any]:
         """Make ``model``, the wrapped policy, compute as the teacher inside the block; yields what computes."""
         policy = self._accelerator.unwrap_model(model)
-        with running(policy, TEACHER) if self._adapter else nullcontext():
+        with running(policy, self._adapter) if self._adapter else nullcontext():
             yield model if self.model is None else self.model
 
     def read(self, model: Any, batch: TrainBatch) -> torch.Tensor | Teaching:

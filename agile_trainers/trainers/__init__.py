@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig
     from agile_trainers.config.multi_turn import MultiTurnConfig
     from agile_trainers.config.options import option
+    from agile_trainers.judges.judge import Judge
     from agile_trainers.monitor.progress import ProgressTable
     from agile_trainers.step.credit import Credit, CreditInputs
     from agile_trainers.step.loss import LossInputs, LossOutput
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Credit",
     "CreditInputs",
+    "Judge",
     "LossInputs",
     "LossOutput",
     "MultiTurnCISPOConfig",
@@ -57,6 +59,7 @@ __all__ = [
 _LOADED_LATER = {
     "Credit": "step.credit",
     "CreditInputs": "step.credit",
+    "Judge": "judges.judge",
     "LossInputs": "step.loss",
     "LossOutput": "step.loss",
     "MultiTurnConfig": "config.multi_turn",

@@ -66,13 +66,13 @@ class ReferencePolicy:
         return self._accelerator.unwrap_model(self._models().policy)
 
     def update(self) -> None:
-        """Make the current policy the reference; see :meth:`MultiTurnTrainer.update_reference`."""
-        policy, reference = self._policy, self._models().reference
+        """Move the reference to the current policy; see :meth:`MultiTurnTrainer.update_reference`."""
+        policy, reference, weight = self._policy, self._models().reference, self._args.reference_update_weight
         self._moved = True
         if reference is not None:
-            SyncRefModelCallback.sync_target_model(policy, self._accelerator.unwrap_model(reference), 1.0)
+            SyncRefModelCallback.sync_target_model(policy, self._accelerator.unwrap_model(reference), weight)
         elif isinstance(policy, PeftModel) and REFERENCE in policy.peft_config:
-            copy_adapter(policy, POLICY, REFERENCE)
+            copy_adapter(policy, POLICY, REFERENCE, weight=weight)
         elif self._args.beta == 0.0:
             raise ValueError("There is no reference to update: beta is 0.0.")
         else:

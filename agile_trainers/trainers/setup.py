@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
 from math import gcd
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -329,6 +330,13 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     stop = GracefulStop(accelerator)
     trainer.add_callback(stop)
     step = _make_step(trainer, seam, setup, engine, saved, taught, closing, encode)
+    for judge in step.rewards.judges.values():
+        judge.begin_run(
+            args.num_generations, Path(args.output_dir), lambda: checkpoints.run_id,
+            accelerator.process_index, accelerator.num_processes,
+        )  # fmt: skip
+        engine.observers.append(judge.begin)
+        closing.callback(judge.close)
     token_ids = (seam.tokenizer.pad_token_id, trainer.eos_token_ids[0])
     measurements = PolicyMeasurements(step.log_prob_passes, accelerator, args.diagnosis_interval, token_ids)
     health = HealthChecks(args, measurements, speaks=accelerator.is_main_process)
@@ -381,7 +389,7 @@ def _make_step(
     runner = EpisodeRunner(engine, sampler)
     rewards = Rewards(
         seam.calculate_rewards, trainer.reward_func_names, trainer.reward_weights, accelerator, seam.pending_metrics,
-        seam.pending_columns,
+        seam.pending_columns, setup.reward_funcs,
     )  # fmt: skip
     per_sequence = args.importance_sampling_level == "sequence"
     credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)

@@ -15,9 +15,9 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import find_adapters, load_frozen, load_tokenizer
 from agile_trainers.adapters.lora_settings import changes_base
-from agile_trainers.adapters.roles import POLICY, TEACHER, base_model
+from agile_trainers.adapters.roles import POLICY, REFERENCE, TEACHER, base_model
 from agile_trainers.adapters.untrusted import naming_folder
-from agile_trainers.config.rules import ITSELF
+from agile_trainers.config.rules import ITSELF, THE_REFERENCE
 from agile_trainers.objectives.distillation import SAMPLED
 from agile_trainers.packing.packer import adds_virtual_tokens
 from agile_trainers.step.dropout import switch_off_noise
@@ -31,8 +31,8 @@ class LoadedTeacher:
 
     model: Any = None
     """A frozen model; None where it is an adapter of the policy, or the policy."""
-    adapter: bool = False
-    """True if it is the policy's adapter ``teacher``."""
+    adapter: str | None = None
+    """Name of the policy's adapter that it is, if it is one."""
 
 
 def load_teacher(args: Any, accelerator: Accelerator, policy: Any, tokenizer: Any) -> LoadedTeacher:
@@ -54,6 +54,8 @@ def load_teacher(args: Any, accelerator: Accelerator, policy: Any, tokenizer: An
         )
     if args.teacher == ITSELF:
         return LoadedTeacher()
+    if args.teacher == THE_REFERENCE:
+        return LoadedTeacher(adapter=REFERENCE)
     saved = find_adapters(args.teacher)
     if saved is not None:
         if not isinstance(policy, PeftModel):
@@ -72,7 +74,7 @@ def load_teacher(args: Any, accelerator: Accelerator, policy: Any, tokenizer: An
         check_same_tokenizer(args.teacher, load_tokenizer(saved, args.trust_remote_code), tokenizer)
         load_frozen(policy, TEACHER, saved.folders[POLICY])
         fuse(policy)
-        return LoadedTeacher(adapter=True)
+        return LoadedTeacher(adapter=TEACHER)
     if args.deepspeed or args.fsdp:
         raise ValueError(
             f"teacher={args.teacher!r} is a model of its own, and DeepSpeed and FSDP divide the policy alone. Use a teacher "

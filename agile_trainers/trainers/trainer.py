@@ -755,7 +755,7 @@ class MultiTurnTrainer(_Trainer):
             )
 
     def update_reference(self) -> None:
-        """Make the current policy the reference. Batches that were scored before keep the earlier reference."""
+        """Move the reference to the policy, by ``reference_update_weight``. Batches scored before keep the earlier one."""
         if self.engine is None:
             raise ValueError("update_reference() moves the reference of a run with an environment; pass `environment`.")
         self.reference.update()

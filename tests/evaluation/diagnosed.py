@@ -40,6 +40,7 @@ HEALTHY: dict[str, float] = {
     "distinct_tasks": 12.0, "success/unreported": 0.0, "rewards/nan": 0.0,
     "stop/rewrite_full": 0.0, "turns/mean": 11.0, "rewrites/context": 0.1, "rewrites/questions": 0.1, "drift/kl": 0.01,
     "teacher/kl": 0.1, "demonstrations/alone": 0.0, "demonstrations/log_prob": -1.0,
+    "judges/failed": 0.0, "judges/score": 0.5, "judges/held_out": 0.5,
     "drift/effective_sample_size": 0.9, "success_sem": 0.05,
     "observations_empty": 0.0, "return/early_std": 0.4, "seeds_alike": 0.0,
 }  # fmt: skip

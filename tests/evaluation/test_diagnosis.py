@@ -188,6 +188,19 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         Options(),
     ),
     "a teacher alone": ([], always(ZERO), Options(rewarded=False)),
+    "a judge that is given what it likes": (
+        ["judge_overoptimized"],
+        lambda step: {"judges/score": 0.4 + 0.01 * step, "judges/held_out": 0.5 - 0.01 * abs(step - 10) + 0.02 * (step % 2)},
+        Options(),
+    ),
+    "judges that agree on a fall": (
+        [], lambda step: {"judges/score": 0.9 - 0.01 * step, "judges/held_out": 0.9 - 0.01 * step}, Options(),
+    ),
+    "judges that agree on a rise": (
+        [], lambda step: {"judges/score": 0.3 + 0.01 * step, "judges/held_out": 0.3 + 0.01 * step}, Options(),
+    ),
+    "a judge that fails at times": ([], always({"judges/failed": 0.05}), Options()),
+    "a judge that fails": (["judge_failing"], always({"judges/failed": 0.3}), Options()),
     "a critic that learns nothing": (["value_not_learning"], always({"value/error": 1.0}), Options(has_critic=True)),
     "a critic that says the mean": ([], always({"value/error": 0.5}), Options(has_critic=True)),
     "a critic that catches up": ([], falling("value/error", 0.1, over=15, **{"value/spread": 0.3}),

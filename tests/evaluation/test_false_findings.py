@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import healthy_runs
 import simulated_runs
+
+from agile_trainers.evaluation.diagnosis import BY_NAME, MetricHistory
 
 RUNS = 100
 
@@ -44,6 +48,22 @@ def test_recorded_runs_without_a_fault_are_told_nothing_but_that_they_have_solve
     """Real trainings: five algorithms, eight tasks."""
     told = {tuple(map(str, [*line.values()][:3])): healthy_runs.told(line) for line in healthy_runs.saved()}
     assert told and {run: found for run, found in told.items() if {name for _, name in found} - {"solved"}} == {}
+
+
+def test_judges_that_only_vary_are_told_nothing_and_a_fall_is_found() -> None:
+    """At most one of 60 runs of 80 batches; the fall from step 20 on in all of 20."""
+
+    def told(seed: int, held_out: Callable[[int], float]) -> bool:
+        rng, history = random.Random(seed), MetricHistory()
+        for step in range(80):
+            score, other = (value + rng.gauss(0, 0.03) for value in (0.3 + 0.005 * step, held_out(step)))
+            history.add({"judges/score": score, "judges/held_out": other})
+            if BY_NAME["judge_overoptimized"].shown_by(history, None):
+                return True
+        return False
+
+    assert sum(told(seed, lambda step: 0.5) for seed in range(60)) <= 1
+    assert all(told(seed, lambda step: 0.5 - 0.006 * max(step - 20, 0)) for seed in range(20))
 
 
 @pytest.mark.parametrize(("after", "length", "share"), [(0.06, 12, 0.9), (0.25, 40, 0.9)])

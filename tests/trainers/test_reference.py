@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpointed_runs import assert_same, run_until, weights
 from games import draw_batch, loss_and_gradients, make_trainer
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.roles import POLICY, REFERENCE
@@ -51,6 +53,61 @@ def test_every_so_many_steps(embedded_model, tmp_path, kind):
     assert not same(*policy_and_reference(trainer))
 
 
+class Policies(TrainerCallback):
+    """Keeps the policy after every step."""
+
+    def __init__(self) -> None:
+        self.trainer, self.steps = None, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(policy_and_reference(self.trainer)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_may_be_a_moving_average(embedded_model, tmp_path, kind):
+    """After each of two steps a quarter of the policy is added."""
+    kept = Policies()
+    trainer = kept.trainer = make_trainer(
+        embedded_model, tmp_path, beta=0.1, max_steps=2, reference_update_steps=1, reference_update_weight=0.25,
+        learning_rate=1.0, callbacks=[kept], **KINDS[kind],
+    )  # fmt: skip
+    _, average = policy_and_reference(trainer)
+    trainer.train()
+    for policy in kept.steps:
+        average = {name: 0.75 * value + 0.25 * policy[name] for name, value in average.items()}
+    reference = policy_and_reference(trainer)[1]
+    assert all(torch.allclose(reference[name], value, atol=1e-6) for name, value in average.items())
+    assert not same(reference, policy_and_reference(trainer)[0])
+
+
+@pytest.mark.parametrize(("weight", "beta"), [(0.5, 0.0), (1.0, 0.0), (1.0, 0.1)])
+def test_the_reference_may_teach(embedded_model, tmp_path, weight: float, beta: float):
+    """It diverges by nothing at the start, and again after the update if that copies the policy whole."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, beta=beta, reference_adapter=True, teacher="reference", max_steps=2, learning_rate=1.0,
+        reference_update_steps=1, **({} if weight == 1.0 else {"reference_update_weight": weight}),
+    )  # fmt: skip
+    trainer.train()
+    first, second = (entry["teacher/kl"] for entry in trainer.state.log_history if "teacher/kl" in entry)
+    assert first == pytest.approx(0, abs=1e-6)
+    assert second == pytest.approx(0, abs=1e-6) if weight == 1.0 else abs(second) > 1e-4
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / REFERENCE / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_moving_average_that_teaches_survives_a_kill(embedded_model, tmp_path):
+    changes = {
+        "beta": 0.0, "teacher": "reference", "reference_adapter": True, "reference_update_weight": 0.1,
+        "reference_update_steps": 1,
+    }  # fmt: skip
+    whole = run_until(99, "grpo", embedded_model, tmp_path / "whole", **changes)
+    run_until(3, "grpo", embedded_model, tmp_path / "killed", **changes)
+    assert_same(
+        weights(run_until(99, "grpo", embedded_model, tmp_path / "killed", resume=True, **changes)), weights(whole)
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_moved_reference_survives_a_resume(embedded_model, tmp_path, kind):
     changes = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0, **KINDS[kind]}
@@ -89,6 +146,10 @@ def test_the_adapter_is_saved_beside_the_policy(embedded_model, tmp_path):
         ({"beta": 0.1, "reference_adapter": True, "lora": False}, "Pass `peft_config`"),
         ({"reference_adapter": True}, "no effect with beta=0.0"),
         ({"reference_update_steps": 2}, "no effect with beta=0.0"),
+        ({"beta": 0.1, "reference_adapter": True, "reference_update_weight": 0.5}, "acts with an update only"),
+        ({"beta": 0.1, "lora": False, "reference_update_steps": 1, "reference_update_weight": 0.0}, "positive"),
+        ({"beta": 0.1, "lora": False, "reference_update_steps": 1, "reference_update_weight": 1.5}, "1.5"),
+        ({"teacher": "reference"}, "Set reference_adapter=True"),
         ({"beta": 0.1, "reference_adapter": True, "reference_update_steps": 0}, "at least 1, got 0"),
         (
             {"beta": 0.1, "lora": False, "reference_update_steps": 2, "sync_ref_model": True},

@@ -304,6 +304,19 @@ def test_hostile_text_stays_text(tmp_path: Path, visit: Visit) -> None:
     ).replace("\ud800", "\\ud800")
 
 
+def test_what_a_judge_said_stands_beside_the_words_for_it(tmp_path: Path, visit: Visit) -> None:
+    """As text, whatever it says; a judge that failed has no score."""
+    game = play([HOSTILE, "b"], ["x", "y"], [0.0, 0.0])
+    game.turns[0].judgements = {"judge": {"score": 0.25, "reason": HOSTILE, "addressed": [HOSTILE]}}
+    game.turns[1].judgements = {"other": {"failed": "HTTP 500", "held_out": True}}
+    path = write_page(open_records(run_of(tmp_path, [game])), tmp_path / "view.html").path
+    page = visit(path, "#episode/0/0")
+    shown = [turn.inner_text() for turn in page.locator(".turn").all()]
+    assert "judge: 0.25" in shown[0] and "The model seems to address the judge: “</script><img src=x" in shown[0]
+    assert "other: no score (held out)" in shown[1] and "HTTP 500" in shown[1] and "address the judge" not in shown[1]
+    assert page.evaluate("typeof window.hacked") == "undefined" and page.locator("img").count() == 0
+
+
 def test_the_policy_refuses_markup_and_requests(page_file: Path, visit: Visit) -> None:
     page = visit(page_file)
     assert (

@@ -31,6 +31,7 @@ from agile_trainers.cli.train import (
     check_needed,
     launcher_options,
     on_cpu,
+    reward_functions,
     script_dataset,
     split_of_dataset,
 )
@@ -41,6 +42,7 @@ from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.registry import describe_environment, environment_factories
+from agile_trainers.judges.judge import Judge
 from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.rollout.generators.images import SUPPORTED
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, rows_of_environment
@@ -196,6 +198,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 training_rows(args, train_rows)
             if not elsewhere:
                 check_rules(args, MACHINE)
+            functions = reward_functions(script)
             rows = _rows_of_each(args, script, train_rows, check.episodes or _EPISODES)
             tokenizer, ends = tokenizer_of_model(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
@@ -221,7 +224,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 rows=rows[name],
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
                 policy="model" if is_agent(factory) and check.scripted_policy == "auto" else policy,
-                reward_functions=bool(script.reward_funcs or script.reward_model_name_or_path),
+                reward_functions=bool(functions),
+                judges=[one for one in functions if isinstance(one, Judge)],
                 gpu_memory=check.gpu_memory,
                 launch=launch,
                 gpus=check.gpus,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.evaluation.diagnosis import Finding
+from agile_trainers.judges.judge import Judge
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.seeds import evaluation_specs
@@ -47,7 +48,9 @@ class Run:
     policy: str
     """``model``, ``random`` or ``expert``."""
     reward_functions: bool = False
-    """True if reward functions pay beside the environment, which the check does not call."""
+    """True if reward functions pay beside the environment, of which the check calls judges alone."""
+    judges: Sequence[Judge] = ()
+    """The judges among them."""
     gpu_memory: float | None = None
     """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
     launch: Launch = SINGLE

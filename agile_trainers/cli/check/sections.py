@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
 from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
+from agile_trainers.cli.check.judges import try_judges
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     PlannedServer,
@@ -90,6 +91,7 @@ def check_run(report: Report, run: Run) -> None:
     if run.args.demonstrations is not None:
         check_demonstrations(report, run)
     check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
+    try_judges(report, run, played)
     drawn = next((episode for episode in played if episode.turns), None)
     if drawn is not None:
         report.section("Tokens of an episode")
@@ -135,6 +137,7 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the agent's policies cannot play it: {describe_error(error)}")
         scores = {}
     check_scores(report, run, {"model": played}, scores)
+    try_judges(report, run, played)
     report.section("Tokens of an episode")
     drawn = next(episode for episode in played if episode.turns)
     report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
@@ -354,7 +357,7 @@ def check_scores(
     policy = [one for one in found if one.name in OF_POLICY and not causes & {one.name, *BY_NAME[one.name].unless}]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
     told = f"there is no learning signal.{f' {told} (docs/troubleshooting.md)' if told else ''} --episodes plays more."
-    if run.args.teacher is not None or run.args.demonstrations is not None:
+    if run.args.teacher is not None or run.args.demonstrations is not None or run.reward_functions:
         own, returns = set(), []  # these give a signal, whatever the returns
     if of_model and len(own) == 1:
         # Scores of other policies do not matter: advantages compare the model's own episodes.

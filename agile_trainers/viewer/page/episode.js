@@ -220,8 +220,24 @@ function turnBlock(episode, turn, k, draw) {
     answered === null || answered === undefined ? null
       : Array.isArray(answered) ? answered.map((message) => messageBlock(`${callOf(turn) ? "agent" : "environment"} (${asText(message?.role ?? "message")})`, message?.content ?? message, episode.images))
       : messageBlock("environment", answered),
+    judgementBlocks(turn, k),
     hasContent(turn.info) ? h("details.info", {}, h("summary", {}, "info"), longText(asText(turn.info), `the info of turn ${k + 1}`)) : null,
     turn.end < next ? tokensOnDemand(`${count(next - turn.end)} tokens between the actions`, (box) => showTokens(box, episode, turn.end, next)) : null);
+}
+
+/** What judges said of a turn, beside the words of the model that seem to speak to them. */
+function judgementBlocks(turn, k) {
+  const said = turn.info?.judgements;
+  if (!said || typeof said !== "object" || Array.isArray(said)) return null;
+  return Object.entries(said).filter(([, one]) => one && typeof one === "object").map(([name, one]) => {
+    const verdict = one.failed !== undefined ? "no score" : number(one.score);
+    const quotes = Array.isArray(one.addressed) ? one.addressed : [];
+    return [
+      quotes.map((quote) => h("p.note", {}, `The model seems to address the judge: “${asText(quote)}”`)),
+      h("div.message", {}, h("p.role", {}, `${name}: ${verdict}${one.held_out ? " (held out)" : ""}`),
+        longText(asText(one.failed ?? one.reason), `what ${name} said of turn ${k + 1}`)),
+    ];
+  });
 }
 
 /** Show what is known of a token beside the page. */

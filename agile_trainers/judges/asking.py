@@ -1,0 +1,309 @@
+"""Asks judges: an endpoint that speaks the protocol of OpenAI, or a function; with repetitions and a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from agile_trainers.checkpoints.disclosure import MASK, mask
+from agile_trainers.judges.questions import JudgeQuestion, canonical
+from agile_trainers.judges.stored import StoredAnswers
+from agile_trainers.types import Message
+
+WAITS = wait_random_exponential(multiplier=0.5, max=30)
+"""Seconds before a repetition."""
+_AGAIN = (408, 409, 425, 429)
+"""Statuses of requests that may succeed later, beside those of the server's own errors."""
+_LONGEST_ERROR = 300
+
+
+class Unanswered(Exception):
+    """A judge did not answer. The message says why."""
+
+
+class UnansweredForNow(Unanswered):
+    """A judge did not answer, and may if it is asked again."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of a judge, not checked yet, or the reason why there is none."""
+
+    answer: str | None = None
+    failed: str | None = None
+    tokens: tuple[int, int] = (0, 0)
+    """Tokens that were paid for: of the question and of the answer."""
+    seconds: float = 0.0
+    """From the first try to the end of the last. 0 of a stored answer."""
+    stored: bool = False
+
+
+class Source(Protocol):
+    """Something that can be asked."""
+
+    def content(self, question: JudgeQuestion) -> Any:
+        """Return all that the answer depends on, as JSON."""
+
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
+        """Return the answer as text, and its tokens.
+
+        Raises:
+            Unanswered: Without an answer.
+        """
+
+    async def close(self) -> None:
+        """Close connections."""
+
+
+class JudgeEndpoint:
+    """A model behind ``POST <url>/chat/completions``.
+
+    The key is read from the environment variable at each request. It is kept nowhere, and masked in what comes back.
+
+    Args:
+        url: Base address, as ``https://api.openai.com/v1``.
+        model: Name of the model there.
+        key_env: Name of the environment variable with the key; None sends none.
+        options: Further fields of a request; None as a value leaves a field out.
+
+    Raises:
+        ValueError: For an address that is none or holds a secret, or a variable that is not set.
+    """
+
+    def __init__(self, url: str, model: str | None, key_env: str | None, options: Mapping[str, Any]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(
+                "judge must be a function, or the base address of an endpoint such as 'https://api.openai.com/v1', got "
+                f"{mask(url)[0]!r}."
+            )
+        if parts.username or parts.password:
+            raise ValueError(
+                "The address of a judge holds a user or a password. Set key_env, and leave them out of it."
+            )
+        if not model:
+            raise ValueError(f"A judge behind an endpoint needs the name of its model: model='...', got {model!r}.")
+        if key_env is not None and not os.environ.get(key_env):
+            raise ValueError(
+                f"key_env={key_env!r:.40} names an environment variable that is not set. Set it to the judge's key, or "
+                "leave key_env unset."
+            )
+        self.url, self._model, self._key_env, self._options = url.rstrip("/"), model, key_env, dict(options)
+        self._client: httpx.AsyncClient | None = None
+
+    def content(self, question: JudgeQuestion) -> dict[str, Any]:
+        """Return the body of the request. The address is not part of it: the same model may move."""
+        form = {"name": "judgement", "strict": True, "schema": question.schema}
+        body = {
+            "model": self._model, "messages": question.messages, "temperature": 0,
+            "response_format": {"type": "json_schema", "json_schema": form}, **self._options,
+        }  # fmt: skip
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
+        """Send the request once; see :class:`Source`."""
+        key = os.environ.get(self._key_env, "") if self._key_env else ""
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        try:
+            response = await self._client.post(
+                f"{self.url}/chat/completions",
+                json=self.content(question),
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+            )
+            text = response.text.replace(key, MASK) if key else response.text
+        except httpx.HTTPError as error:
+            raise UnansweredForNow(f"{type(error).__name__}: {error}") from None
+        if response.is_error or response.is_redirect:
+            again = response.status_code in _AGAIN or response.is_server_error
+            kind = UnansweredForNow if again else Unanswered
+            raise kind(f"HTTP {response.status_code}: {mask(text)[0][:_LONGEST_ERROR]}")
+        try:
+            answered = json.loads(text)
+            usage = answered.get("usage") or {}
+            tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+            return str(answered["choices"][0]["message"]["content"]), tokens
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UnansweredForNow(f"The response is no chat completion: {mask(text)[0][:_LONGEST_ERROR]}") from None
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+class JudgeFunction:
+    """A function from the messages of a question to the answer, JSON text or a dictionary; it may be asynchronous."""
+
+    def __init__(self, function: Callable[[list[Message]], Any]) -> None:
+        self._function, self._name = function, get_callable_name(function)
+        try:
+            self._source = sha256(inspect.getsource(function).encode()).hexdigest()
+        except (OSError, TypeError):  # of a C function, a console or an object
+            self._source = ""
+
+    def content(self, question: JudgeQuestion) -> dict[str, Any]:
+        """Return the question with the name and the digest of the function's source."""
+        return {"function": [self._name, self._source], "messages": question.messages, "schema": question.schema}
+
+    async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
+        """Call the function once; see :class:`Source`. Its exceptions count as faults that may pass."""
+        messages = [dict(message) for message in question.messages]
+        try:
+            if is_async_callable(self._function):
+                answer = await self._function(messages)
+            else:
+                answer = await asyncio.wrap_future(_in_thread(lambda: self._function(messages)))
+            return answer if isinstance(answer, str) else json.dumps(answer), (0, 0)
+        except (Exception, SystemExit) as error:
+            raise UnansweredForNow(f"{type(error).__name__}: {mask(str(error))[0][:_LONGEST_ERROR]}") from error
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call a function in a thread of its own, which does not keep the process alive if it hangs."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function())
+        except BaseException as error:  # one that ends a thread would end the loop
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+
+    threading.Thread(target=run, name="judge", daemon=True).start()
+    return future
+
+
+class Asker:
+    """Asks a source in a thread with an event loop, several questions at once, and stores its answers.
+
+    Equal questions are asked once, whoever asks. A question that failed is asked again, but not for the same episode in the
+    same run: a run that is resumed finds what failed in it as it was.
+
+    Args:
+        source: What is asked.
+        concurrency: Questions at once.
+        timeout: Seconds of a try.
+        attempts: Tries of a question.
+    """
+
+    def __init__(self, source: Source, concurrency: int, timeout: float, attempts: int) -> None:
+        self._source, self._concurrency, self._timeout, self._attempts = source, concurrency, timeout, attempts
+        self.stored = StoredAnswers(None)
+        self.run_id: Callable[[], str] = str
+        """Id of the run; empty outside of one."""
+        self._lock = threading.Lock()
+        self._asked: dict[tuple[str, int], Future[Reply]] = {}
+        self._under_way: dict[str, asyncio.Task[Reply]] = {}
+        """Questions under way by their digest; only the loop's thread uses it."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._free: asyncio.Semaphore
+
+    def ask(self, question: JudgeQuestion, seed: int) -> tuple[str, int]:
+        """Ask, unless it is being asked, and return the key of the reply. From any thread.
+
+        Args:
+            question: The question.
+            seed: That of the episode or the group.
+        """
+        key = sha256(canonical(self._source.content(question)).encode()).hexdigest(), seed
+        with self._lock:
+            if key not in self._asked:
+                self._asked[key] = asyncio.run_coroutine_threadsafe(self._reply(*key, question), self._started())
+        return key
+
+    def replies(self, keys: list[tuple[str, int]]) -> list[Reply]:
+        """Wait for the replies to what was asked, and forget them."""
+        with self._lock:
+            futures = [self._asked[key] for key in keys]
+        found = [future.result() for future in futures]
+        with self._lock:
+            for key in keys:
+                self._asked.pop(key, None)
+        return found
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop, self._free = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def _reply(self, key: str, seed: int, question: JudgeQuestion) -> Reply:
+        run = self.run_id()
+        failure = f"{run} {seed} {key}" if run else None
+        if failure is not None and (noted := self.stored.get(failure)) is not None:
+            return Reply(failed=noted, stored=True)
+        if (answer := self.stored.get(key)) is not None:
+            return Reply(answer, stored=True)
+        if (shared := self._under_way.get(key)) is not None:
+            reply = replace(await shared, tokens=(0, 0), stored=True)
+        else:
+            self._under_way[key] = asyncio.create_task(self._fresh(key, question))
+            reply = await self._under_way[key]
+        if failure is not None and reply.failed is not None:
+            self.stored.put(failure, reply.failed)
+        return reply
+
+    async def _fresh(self, key: str, question: JudgeQuestion) -> Reply:
+        try:
+            async with self._free:
+                started = time.perf_counter()
+                try:
+                    answer, tokens = await self._repeatedly(question)
+                except Unanswered as error:
+                    return Reply(failed=str(error), seconds=time.perf_counter() - started)
+                # Another process may have been first: what counts is what a resumed run finds.
+                return Reply(self.stored.put(key, answer), None, tokens, time.perf_counter() - started)
+        finally:
+            del self._under_way[key]
+
+    async def _repeatedly(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
+        async def once() -> tuple[str, tuple[int, int]]:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await self._source.ask(question)
+            except TimeoutError:
+                raise UnansweredForNow(f"No answer within {self._timeout:g} s.") from None
+
+        again = retry_if_exception_type(UnansweredForNow)
+        return await AsyncRetrying(stop=stop_after_attempt(self._attempts), wait=WAITS, retry=again, reraise=True)(once)
+
+    def close(self) -> None:
+        """End the thread, and what is being asked."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+            self._asked.clear()
+        if loop is None or thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    async def _end(self) -> None:
+        others: list[asyncio.Task[Any]] = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._source.close()
+        self.stored.close()
