@@ -85,6 +85,7 @@ def batches(success: np.ndarray, groups: int, members: int, rng: np.random.Gener
         lost, done = 1 - won.mean(), batch / length
         yield {
             "success": won.mean(),
+            "groups_without_success": float(np.mean(~won.any(axis=1))),
             "success_sem": won.mean(axis=1).std(ddof=1) / groups**0.5,
             "reward": rewards.mean(), "return/mean": rewards.mean(), "return/std": rewards.std(),
             "return/min": rewards.min(), "return/max": rewards.max(), "reward_std": rewards.std(),

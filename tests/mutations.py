@@ -1888,6 +1888,14 @@ MUTATIONS = [
         "size >= 2 * said", "size >= said", DIAGNOSIS,
     ),
     Mutation(
+        "starts are lost where many fail", "evaluation/diagnosis.py", "unsolved < LOST * (1 - success)", "unsolved == 0", DIAGNOSIS,
+    ),
+    Mutation(
+        "starts are lost while the policy learns them", "evaluation/diagnosis.py",
+        'if history.rises("success"):\n        return None  # the policy may', "if False:\n        return None  # the policy may",
+        DIAGNOSIS,
+    ),
+    Mutation(
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(

@@ -66,6 +66,8 @@ UNPAID = 0.3
 """Correlation of reward and success below which the reward does not pay for success."""
 UNPAID_ERRORS = 3.0
 """Standard errors by which it must lie below."""
+LOST = 0.95
+"""Share of the failures that lie in groups without a success from which starts are lost."""
 FAILING = 0.1
 """Share of failed episodes from which the other episodes say nothing of the run."""
 REPEATED = 10
@@ -319,6 +321,20 @@ def _too_easy(history: MetricHistory, options: Any) -> Evidence | None:
     return Evidence(
         f"{start:.0%} of the episodes of the first batch succeeded, before any update, and {first:.0%} of the first "
         f"{BATCHES if history.patience else 1}."
+    )
+
+
+def _starts_lost(history: MetricHistory, options: Any) -> Evidence | None:
+    success, unsolved = (history.mean(name, 2 * UPDATES) for name in ("success", "groups_without_success"))
+    if not history.patience or options.num_generations < 2 or success is None or unsolved is None:
+        return None
+    if not UNSOLVED < success < SOLVED or unsolved < LOST * (1 - success) or _incomplete(history):
+        return None
+    if history.rises("success"):
+        return None  # the policy may still be learning one start after the other
+    return Evidence(
+        f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, and "
+        f"success stands still at {success:.0%}."
     )
 
 
@@ -810,10 +826,16 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "Mend the reward function: check divisions and logarithms. None says that a function does not score an episode.",
     ),
     HealthCheck(
+        "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,
+        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower learning_rate, "
+        "so that they are not given up before they are learned.",
+        ("entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
+    ),
+    HealthCheck(
         "zero_advantage_groups", (*_EPISODES, "entropy"), _zero_advantage,
         "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
         "num_generations or temperature makes the members of a group differ.",
-        ("num_generations", "temperature"), unless=("solved", "entropy_collapse", *_CAUSES),
+        ("num_generations", "temperature"), unless=("solved", "entropy_collapse", "starts_lost", *_CAUSES),
     ),
     HealthCheck(
         "reward_discounted", ("turns/mean", "return/early_std", "return/std"), _reward_discounted,

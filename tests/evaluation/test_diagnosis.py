@@ -73,6 +73,18 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "a constant reward with a critic": (
         ["zero_advantage_groups"], always({**ZERO, "advantage/zero": 0.0, "value/spread": 0.5}), Options(has_critic=True),
     ),
+    "some starts are solved, the others not once": (
+        ["starts_lost"], always({"groups_without_success": 0.58, "advantage/zero": 0.9}), Options(),
+    ),
+    "a start is lost where the others are learned": (
+        ["starts_lost"],
+        lambda step: {"success": min(0.4 + step / 20, 11 / 12), "groups_without_success": max(0.4 - step / 20, 1 / 12)},
+        Options(),
+    ),
+    "groups of one episode": ([], always({"groups_without_success": 0.6}), Options(num_generations=1)),
+    "starts are learned one after the other": (
+        [], lambda step: {"success": 0.1 + step / 60, "groups_without_success": 0.9 - step / 60}, Options(),
+    ),
     "easy from the start": (["too_easy"], always({"success": 0.85}), Options()),
     "entropy falls": (["entropy_collapse"], falling("entropy", 0.05), Options()),
     "entropy falls as the task is almost solved": (
@@ -366,6 +378,7 @@ def test_a_solved_task_that_seeds_do_not_change_is_told_so() -> None:
         ("zero_advantage_groups", {"advantage/zero": 0.94}, {}),
         ("zero_advantage_groups", {"advantage/zero": 0.97, "success": 0.91}, {}),
         ("too_easy", {"success": 0.79}, {}),
+        ("starts_lost", {"groups_without_success": 0.56}, {}),
         ("entropy_collapse", {"entropy": 0.0051}, {}),
         ("cut_answers", {"answers_cut": 0.24}, {}),
         ("context_full", {"stop/context_full": 0.09}, {}),
@@ -405,7 +418,7 @@ def test_weights_that_stay_may_have_no_gradient() -> None:
     [("zero_advantage_groups", 5), ("solved", 5), ("cut_answers", 5), ("ratio_clipped", 10), ("no_weight_change", 15),
      ("value_not_learning", 30), ("environment_failing", 1), ("environment_ignores_seed", 1), ("one_task", 10),
      ("rewards_missing", 1),
-     ("kl_pins_policy", 15), ("sampler_too_old", 20)],
+     ("kl_pins_policy", 15), ("sampler_too_old", 20), ("starts_lost", 20)],
 )  # fmt: skip
 def test_patience(name: str, batches: int) -> None:
     """A condition must hold for a number of batches; failures of the environment are named at the first."""

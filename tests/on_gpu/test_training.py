@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from chatter import Chatter
+from image_models import Gallery, make_image_model
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
+from agile_trainers.embedded import make_embedded_model
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 pytestmark = pytest.mark.gpu
@@ -20,14 +22,16 @@ NEEDS = {"4bit": "bitsandbytes", "liger": "liger_kernel", "compile": "triton"}
 
 def _train(machine: Any, model: Any, folder: Any, algorithm: str, quantized: bool = False, **changes: Any) -> Any:
     """Three steps in bf16, from weights in bf16, with LoRA; the log of each."""
-    trainer_class = find_algorithm(algorithm)
+    trainer_class, environment = find_algorithm(algorithm), changes.pop("environment", Chatter)
     options: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": machine.tiny, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"},
         "max_turns": 3, "max_new_tokens": 6, "stop_strings": list("aeiou01234 !"), "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "seed": 3,
     }  # fmt: skip
-    if algorithm not in ("reinforce", "ppo"):
+    if algorithm == "distillation":
+        options["teacher"] = str(make_embedded_model(folder / "teacher", seed=1))
+    elif algorithm not in ("reinforce", "ppo"):
         options["num_generations"] = 4
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
@@ -35,7 +39,7 @@ def _train(machine: Any, model: Any, folder: Any, algorithm: str, quantized: boo
     trainer = trainer_class(
         model=str(model),
         args=trainer_class.config_class(**(options | changes)),
-        environment=Chatter,
+        environment=environment,
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian"),
         quantization_config=quantization if quantized else None,
     )
@@ -67,7 +71,31 @@ def test_packed_rows(machine, figures, embedded_model, tmp_path, algorithm):
     _note(figures, _train(machine, embedded_model, tmp_path, algorithm, sequence_packing="prefix"))
 
 
-@pytest.mark.parametrize("option", ["4bit", "liger", "compile", "offload", "checkpoints", "reference", "whole"])
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
+def test_images(machine, figures, tmp_path, kind):
+    if kind == "qwen3_vl":
+        pytest.importorskip("torchvision")
+    for part in make_image_model(kind):
+        part.save_pretrained(tmp_path / "model")
+    _note(figures, _train(machine, tmp_path / "model", tmp_path, "grpo", environment=Gallery))
+
+
+OPTIONS = (
+    "4bit",
+    "liger",
+    "compile",
+    "offload",
+    "checkpoints",
+    "reference",
+    "whole",
+    "truncated",
+    "ahead",
+    "history",
+    "teacher",
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_an_option(machine, figures, embedded_model, tmp_path, option):
     if option in NEEDS and importlib.util.find_spec(NEEDS[option]) is None:
         pytest.skip(f"{NEEDS[option]} is not installed")
@@ -81,5 +109,9 @@ def test_an_option(machine, figures, embedded_model, tmp_path, option):
         "checkpoints": {"gradient_checkpointing": True},
         "reference": {"beta": 0.1},
         "whole": {"offload_policy_during_rollout": False, "max_grad_norm": 1.0},
+        "truncated": {"top_k": 8, "top_p": 0.9, "num_iterations": 2},
+        "ahead": {"batches_ahead": 1},
+        "history": {"history": "last:1"},
+        "teacher": {"teacher": str(embedded_model), "teacher_gradient": "distribution_reverse"},
     }[option]
     _note(figures, _train(machine, embedded_model, tmp_path, "grpo", **changes))
