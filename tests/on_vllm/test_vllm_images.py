@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,23 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import torch
 from games import make_trainer
+from serving import serving
 
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.base import GenerationRequest, Generator, SamplingSettings
 from agile_trainers.rollout.generators.images import SERVED, ImageReader, prepare_for_images, vllm_options
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
+from agile_trainers.rollout.generators.vllm.engine import (
+    VllmEngine,
+    VllmGenerator,
+    features_of,
+    logit_bias,
+    prompt_of,
+    sampling_fields,
+)
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Picture, Trajectory
 
@@ -152,3 +162,68 @@ def test_a_training_of_three_steps(tmp_path: Path, name: str, lora: Any) -> None
     assert max(entry["sampling/sampling_logp_difference/max"] for entry in steps) < 1e-3
     assert all(entry["turns/mean"] > 1 and entry["grad_norm"] > 0 for entry in steps)
     trainer.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ servers
+
+
+def training(folder: Path, url: str, **changes: Any) -> Any:
+    return make_trainer(
+        folder / "model", folder, environment=Gallery, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
+        stop_strings=None, max_steps=3, learning_rate=1e-2, vllm_importance_sampling_correction=True, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
+def test_a_server_samples_from_the_same_features(tmp_path: Path, name: str) -> None:
+    made(name, tmp_path / "model")
+    with serving(tmp_path / "model", 512, more=["--enable-scale-out"]) as served:
+        trainer = training(tmp_path, served.url)
+        trainer.train()
+        trainer.close()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 3
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in steps) < 1e-3
+    assert all(entry["turns/mean"] > 1 and entry["grad_norm"] > 0 for entry in steps)
+
+
+def test_a_server_that_takes_no_images_is_refused(tmp_path: Path) -> None:
+    made("llava", tmp_path / "model")
+    with (
+        serving(tmp_path / "model", 512) as served,
+        pytest.raises(ValueError, match=r"does not serve /inference/v1/generate.*--enable-scale-out"),
+    ):
+        training(tmp_path, served.url)
+
+
+def test_a_request_to_a_server_holds_what_the_engine_gets(tmp_path: Path) -> None:
+    """As the server's own code reads it."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_features import mm_kwargs_from_features
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    model, processor = made("idefics3", tmp_path)
+    reader = prepare_for_images(model)
+    playing = build_engine(
+        EpisodeOptions(max_turns=3, max_new_tokens=5), EnvironmentPool(Gallery), processor, model_config=model.config
+    )
+    (episode,) = play(playing, ScriptedGenerator(lambda request: [5]), range(1))
+    ((ids, pictures),) = episode.shown
+    request = GenerationRequest(0, ids, 4, lambda n: [0.0] * n, pictures=pictures)
+    ours = prompt_of(request, reader)
+    body = {
+        "token_ids": ids, "features": features_of(request, reader),
+        "sampling_params": {
+            **sampling_fields(GREEDY, [3]), "logit_bias": logit_bias(reader), "stop": ["a"], "skip_special_tokens": False,
+            "max_tokens": 4, "logprobs": 0, "output_kind": 2,
+        },
+    }  # fmt: skip
+    theirs = GenerateRequest.model_validate_json(json.dumps(body))
+    assert theirs.sampling_params.logit_bias == dict.fromkeys(reader.suppressed, -100.0)
+    read = mm_kwargs_from_features(theirs.features)["image"]
+    assert [item["image_embeds"].data.tolist() for item in read] == [
+        item["image_embeds"].data.tolist() for item in ours["mm_kwargs"]["image"]
+    ]
+    assert theirs.features.mm_hashes == ours["mm_hashes"]
+    assert [(place.offset, place.length) for place in theirs.features.mm_placeholders["image"]] == [
+        (place.offset, place.length) for place in ours["mm_placeholders"]["image"]
+    ]
