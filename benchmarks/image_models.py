@@ -81,6 +81,7 @@ def _qwen(name: str, width: int) -> tuple[dict[str, Any], ProcessorMixin]:
     }[name]  # fmt: skip
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in _QWEN_IDS.items()}
     axes = {"rope_type": "default", "mrope_section": [width // 16, width // 32, width // 32], "rope_theta": 1e4}
+    axes |= {"mrope_interleaved": True} if name == "qwen3_vl" else {}  # as its checkpoints say; vLLM reads it
     return {**ids, "text_config": _text(width, rope_parameters=axes), "vision_config": vision}, processor
 
 

@@ -23,7 +23,7 @@ from agile_trainers.types import Picture, located
 SUPPORTED = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Model types whose sampled, scored and trained log-probabilities of images ``make architectures`` compares."""
 SERVED = tuple(name for name in SUPPORTED if name != "gemma3")
-"""Those whose images vLLM takes as features. Gemma 3's image tokens see each other, so that it takes pixels alone."""
+"""Model types whose images vLLM takes as features. Of Gemma 3, whose image tokens see each other, it takes pixels alone."""
 LANGUAGE = ("language_model", "text_model")
 """Names of the part of such a model that is trained."""
 _GRID = "image_grid_thw"
