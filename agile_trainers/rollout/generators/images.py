@@ -48,7 +48,7 @@ class ImageRun:
     """Consecutive image tokens of a conversation."""
 
     key: str
-    """Of their features."""
+    """Name of the features, the same for the same image."""
     start: int
     features: torch.Tensor
     """(N, W)."""
