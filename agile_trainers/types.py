@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # the command line checks names before it takes the seconds o
 Message = dict[str, Any]
 """One chat message, ``{"role": ..., "content": ...}``. The content is text, or a list of parts: ``{"type": "text", "text":
 ...}`` and ``{"type": "image", "image": Image}``."""
+Content = str | list[dict[str, Any]]
+"""The content of a message."""
 
 NO_TURN = -1
 """Value of ``turn_ids`` on every token that is not part of an action."""
@@ -31,7 +34,7 @@ class Image:
     data: bytes = field(repr=False)
     """A file in a common format, of one frame."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The content in 32 hexadecimal digits."""
         return blake2b(self.data, digest_size=16).hexdigest()

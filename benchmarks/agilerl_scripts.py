@@ -52,7 +52,7 @@ ALGORITHMS = {
         {"batch_size": 8, "group_size": 8, "micro_batch_size_per_gpu": 8, "lr": 5e-6, "beta": 0.01,
          "max_grad_norm": 0.1, "temperature": 0.9, **COMMON},
         {"num_generations": 8, "max_grad_norm": 0.1, "temperature": 0.9, "scale_rewards": "none",
-         "off_policy_mask_threshold": 0.03, "delta": 5.0, **STEPS},
+         "num_iterations": 1, "off_policy_mask_threshold": 0.03, "delta": 5.0, **STEPS},
     ),
     "REINFORCE": Algorithm(
         "LLMREINFORCE",

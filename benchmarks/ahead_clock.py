@@ -38,8 +38,8 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.checks import Conversations
-from agile_trainers.rollout.generators.versions import Versions
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.sampling.sampler import Versions
 from agile_trainers.step.ahead import BatchesAhead
 from agile_trainers.types import Trajectory
 

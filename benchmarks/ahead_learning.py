@@ -137,7 +137,7 @@ def run(lag: int, correction: str, seed: int, rate: float) -> Run:
             model=str(base(seed)),
             environment=Chain,
             args=MultiTurnGRPOConfig(
-                output_dir=folder, seed=seed, max_steps=STEPS, max_turns=Chain.turns, max_new_tokens=2,
+                output_dir=folder, seed=seed, max_steps=STEPS, num_iterations=1, max_turns=Chain.turns, max_new_tokens=2,
                 per_device_train_batch_size=64, num_generations=8, learning_rate=rate, lr_scheduler_type="constant",
                 beta=0.0, entropy_coef=0.02, eval_strategy="steps", eval_steps=EVERY, num_eval_episodes=96,
                 logging_steps=1, save_strategy="no", report_to="none", log_rollouts=False, use_cpu=True, bf16=False,

@@ -92,7 +92,8 @@ def train(model: Path, ahead: int, environment: type, **options: Any) -> dict[st
         trainer = MultiTurnGRPOTrainer(
             str(model),
             args=MultiTurnGRPOConfig(
-                folder, max_steps=STEPS, batches_ahead=ahead, num_generations=4, max_turns=16, max_model_length=1024,
+                folder, max_steps=STEPS, num_iterations=1, batches_ahead=ahead, num_generations=4, max_turns=16,
+                max_model_length=1024,
                 use_vllm=True, learning_rate=1e-6, report_to="none", save_strategy="no", disable_tqdm=True,
                 logging_steps=1, bf16=False, use_cpu=True, gradient_checkpointing=False, diagnosis_interval=0,
                 log_rollouts=False, max_logprob_gap=1.0, **options,

@@ -389,6 +389,7 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
         model, processor = make_model(name, **changes), make_tokenizer()
     args = MultiTurnGRPOConfig(
         output_dir=str(folder), max_turns=4, max_new_tokens=8, stop_strings=list("aeiou "), num_generations=4,
+        num_iterations=1,
         vllm_importance_sampling_correction=True,  # the policy is scored before its update
         per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False, use_cpu=True,
         gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,

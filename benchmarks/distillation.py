@@ -25,7 +25,7 @@ from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
 from agile_trainers import MultiTurnDistillationConfig, MultiTurnDistillationTrainer
-from agile_trainers.cli.demo import command as demo
+from agile_trainers.cli import demo as demo
 from agile_trainers.embedded import make_embedded_model, words_of
 
 RESULTS = ROOT / "benchmarks/results/distillation.jsonl"

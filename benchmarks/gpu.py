@@ -318,6 +318,7 @@ def make_trainer(case: Case, model: Path, folder: str) -> GRPOTrainer:
                 max_turns=case.turns,
                 max_new_tokens=case.new_tokens,
                 min_new_tokens=case.new_tokens,
+                num_iterations=1,
                 log_rollouts=False,
             ),
             environment=lambda: Talker(text, case.turns, chance),

@@ -29,7 +29,7 @@ from transformers import PrinterCallback
 from transformers.utils import logging
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo import command as demo
+from agile_trainers.cli import demo as demo
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.trainers import find_algorithm
 

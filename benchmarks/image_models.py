@@ -12,7 +12,24 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
 
-from agile_trainers.embedded import image_template, make_tokenizer
+from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer
+
+
+def image_template(mark: str) -> str:
+    """Return the chat template of a model that reads images, in which messages may be lists of parts.
+
+    Args:
+        mark: What is written for an image.
+    """
+    plain = "{{ message['content'] + '<|im_end|>\n' }}"
+    parts = (
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        f"{{% if part['type'] == 'image' %}}{{{{ '{mark}' }}}}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}"
+        "{% endif %}{{ '<|im_end|>\n' }}"
+    )
+    assert plain in CHAT_TEMPLATE
+    return CHAT_TEMPLATE.replace(plain, parts)
+
 
 _SIGLIP = {
     "hidden_size": 16,

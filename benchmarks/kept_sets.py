@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from agile_trainers.objectives.kept_sets import KeptSets, encode_sets, pad_sets
 from agile_trainers.packing.forward import PackedForward
 from agile_trainers.rollout.generators import SamplingSettings
-from agile_trainers.rollout.generators.transformers.sampling import Sampler
+from agile_trainers.rollout.generators.transformers.decoding import Sampler
 
 FILTERS = {
     "top_k=50": SamplingSettings(top_k=50),

@@ -1,9 +1,9 @@
 """Trains ten multi-turn tasks with our defaults and with TRL's ``GRPOTrainer`` (``make bench-suite``).
 
-Ours sets no option but those that a task states for every side: learning rate, episodes of a rollout, turns and tokens of an
-answer (``learning_tasks.py``). The rate is TRL's best of two, chosen with a seed of its own, and .003 before. A training
-goes on to the budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and plays the
-tasks of ``learning.py`` alone.
+Ours sets no option but those that a task states for every side: episodes of a rollout, turns and tokens of an answer
+(``learning_tasks.py``); and the rate .003. TRL's is its best of two on each task, chosen with a seed of its own. A
+training goes on to the budget of its task, so that falls after arrival are seen. AgileRL costs ten times the CPU time and
+plays the tasks of ``learning.py`` alone.
 
 Each finished training is a line of ``results/learning_suite.jsonl`` with the values of the options that were studied, and is
 not repeated: a later default is compared with an earlier one by the same lines. ``--options '{"num_iterations": 2}'`` trains
@@ -47,7 +47,7 @@ LOGS = ROOT / "runs/learning_suite"
 """Logs of trainings, with ``--log``."""
 RATES = (1e-2, 3e-3)
 RATE = 3e-3
-"""Ours before TRL's rate is chosen: that of the demo."""
+"""Ours on every task: that of the demo."""
 TUNING = 3
 """The seed by which TRL's learning rate is chosen."""
 SEEDS = (0, 1, 2, 4, 5)
@@ -210,9 +210,11 @@ def _counted(run: Run, goal: float) -> int:
 
 
 def of_side(runs: Sequence[Run], side: str, tasks: Sequence[str], options: dict[str, Any] | None = None) -> list[Run]:
-    """Return the finished trainings of a side with the chosen rates; ``options`` as :func:`studied` returns them."""
-    rates = {task: chosen_rate(runs, task) or RATE for task in tasks}
-    found = (find(runs, side, task, rate, seed, options or {}) for task, rate in rates.items() for seed in SEEDS)
+    """Return the finished trainings of a side with its rates; ``options`` as :func:`studied` returns them."""
+    rates = {task: RATE if side == "ours" else chosen_rate(runs, task) for task in tasks}
+    found = (
+        find(runs, side, task, rate, seed, options or {}) for task, rate in rates.items() if rate for seed in SEEDS
+    )
     return [run for run in found if run is not None and "failed" not in run]
 
 
@@ -330,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in () if options.sweep else options.seeds:
             for task in options.tasks:
                 for side in options.sides:
-                    of_task = options.rate or chosen_rate(saved_runs(), task)
+                    of_task = options.rate or (RATE if side == "ours" else chosen_rate(saved_runs(), task))
                     if of_task is not None:
                         given = options.options if side == "ours" else {}
                         _train_unless_done(side, task, of_task, seed, given, log=options.log)

@@ -70,7 +70,7 @@ def train(seed: int, credited: bool, steps: int = STEPS) -> dict[str, Any]:
             model=f"{folder}/sft",
             environment=make_environment_factory("agile:courier", level="easy"),
             args=MultiTurnGRPOConfig(
-                output_dir=folder, seed=seed, max_steps=steps, max_turns=3, max_new_tokens=1,
+                output_dir=folder, seed=seed, max_steps=steps, num_iterations=1, max_turns=3, max_new_tokens=1,
                 per_device_train_batch_size=128, num_generations=16, learning_rate=1e-3, beta=0.1,
                 num_eval_episodes=512, logging_steps=EVERY, save_strategy="no", report_to="none", log_rollouts=False,
                 use_cpu=True, bf16=False, disable_tqdm=True,

@@ -25,7 +25,7 @@ from transformers import PrinterCallback
 
 from agile_environments.guess_number import GuessNumber, demonstrations
 from agile_environments.probes import PROBE_WORDS, PROBES
-from agile_trainers.cli.demo.command import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
+from agile_trainers.cli.demo import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.evaluation.diagnosis import METRICS
 from agile_trainers.trainers import find_algorithm
@@ -171,6 +171,7 @@ RUNS: dict[str, Run] = {
     "healthy, probe two inputs": Run(steps=60, probe="two_inputs"),
 }
 LAPTOP: dict[str, Any] = {
+    "num_iterations": 1,
     "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
     "logging_steps": 1, "disable_tqdm": True, "log_rollouts": False, "lr_scheduler_type": "constant",
 }  # fmt: skip

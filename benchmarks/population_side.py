@@ -93,6 +93,7 @@ def evolve(
         MultiTurnGRPOConfig(
             output_dir=folder,
             max_steps=updates,
+            num_iterations=1,
             per_device_train_batch_size=episodes,
             gradient_accumulation_steps=1,
             num_generations=group,

@@ -27,7 +27,7 @@ from population_side import sizes
 from transformers import PrinterCallback
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo.command import (
+from agile_trainers.cli.demo import (
     ENVIRONMENT,
     GROUP,
     HIGH,

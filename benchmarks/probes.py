@@ -170,6 +170,7 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
         output_dir=folder,
         seed=seed,
         max_steps=steps,
+        num_iterations=1,  # as the saved runs, and as AgileRL
         max_turns=spec.factory.max_turns,
         max_new_tokens=spec.max_new_tokens,
         eval_strategy="steps",

@@ -222,6 +222,7 @@ def time_ours(workload: Workload, model: Path) -> Times:
                 max_turns=TURNS,
                 max_new_tokens=NEW_TOKENS,
                 min_new_tokens=NEW_TOKENS,
+                num_iterations=1,
                 log_rollouts=False,
             ),
             peft_config=make_lora(),

@@ -110,6 +110,7 @@ REPLACED: dict[str, Any] = {
 }  # fmt: skip
 EVERY: dict[str, Any] = {
     "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "max_turns": 4, "max_new_tokens": 5,
+    "num_iterations": 1,
     "stop_strings": list("aeiou01234 !"), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
     "max_steps": STEPS, "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_grad_norm": 0.5,
     "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "seed": 3,

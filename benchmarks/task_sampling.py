@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from agile_environments.guess_number import GuessNumber, demonstrations, random_legal_policy
 from agile_trainers import embedded
-from agile_trainers.cli.demo import command as demo
+from agile_trainers.cli import demo as demo
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
@@ -138,6 +138,7 @@ def mixed(seed: int, arm: str) -> Run:
             environment=lambda: Game(max_turns=GUESSES),
             args=MultiTurnGRPOConfig(
                 output_dir=f"{folder}/rl",
+                num_iterations=1,
                 **MIXED_ARMS[arm],
                 max_turns=GUESSES,
                 max_new_tokens=2,

@@ -270,6 +270,7 @@ class OurSide:
             "max_turns": TURNS,
             "max_new_tokens": LONG_ANSWER,
             "log_rollouts": False,
+            "num_iterations": 1,
             "max_logprob_gap": 1e9,
         }
         self.trainer = trainer(

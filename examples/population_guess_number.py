@@ -26,7 +26,7 @@ from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo.command import ENVIRONMENT, Budget, lora, make_arguments, make_sft_trainer, secrets
+from agile_trainers.cli.demo import ENVIRONMENT, Budget, lora, make_arguments, make_sft_trainer, secrets
 from agile_trainers.cli.evolve.command import MemberProgress
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.populations import HyperparameterConfig, Population, Range

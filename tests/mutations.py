@@ -80,6 +80,9 @@ CORRECTION = "tests/trainers/test_correction.py"
 DELIVERY = "tests/trainers/test_delivery.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 IMAGES = "tests/rollout/test_images.py"
+IMAGE_AGENTS = "tests/trainers/test_image_agents.py"
+IMAGE_ENVIRONMENTS = "tests/envs/test_image_environments.py"
+IMAGE_REQUESTS = "tests/rollout/agents/test_image_requests.py"
 IMAGE_RUNS = "tests/trainers/test_image_runs.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
 MEMORY = "tests/test_cli_memory.py"
@@ -199,12 +202,12 @@ MUTATIONS = [
         "tests/test_cli_check_server.py -k runs",
     ),
     Mutation(
-        "the plan's server gets the GPUs of the trainer", "cli/check/server.py",
+        "the plan's server gets the GPUs of the trainer", "cli/check/memory_plan.py",
         "range(launch.processes), list(map(str, range(gpus)))", "range(0), list(map(str, range(gpus)))",
         "tests/test_cli_check_server.py -k runs",
     ),
     Mutation(
-        "more versions decode than there are rows", "rollout/generators/versions.py",
+        "more versions decode than there are rows", "sampling/sampler.py",
         "sorted(versions.wanted())[:most]", "sorted(versions.wanted())",
         "tests/trainers/test_batches_ahead.py -k share_the_rows",
     ),
@@ -256,15 +259,11 @@ MUTATIONS = [
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
     Mutation(
-        "the paths of a masked episode leave the machine", "checkpoints/disclosure.py",
-        '"completion_ids", "paths")', '"completion_ids")', "tests/records/test_recorded_paths.py -k secret",
-    ),
-    Mutation(
         "a reward model reads two prompts", "step/reward.py",
         "it.messages[len(it.rewritten) :]", "it.messages", "tests/rollout/test_asides.py -k rewritten",
     ),
     Mutation(
-        "what was thrown away is part of the conversation", "monitor/evaluation_table.py",
+        "what was thrown away is part of the conversation", "monitor/rollout_log.py",
         '"role": f"aside {number}: {message[\'role\']}"', '"role": message["role"]', "tests/rollout/test_asides.py -k asked",
     ),
     Mutation(
@@ -318,15 +317,15 @@ MUTATIONS = [
         "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
     ),
     Mutation(
-        "machines resume from a checkpoint that only the first holds", "checkpoints/machines.py",
+        "machines resume from a checkpoint that only the first holds", "checkpoints/resuming.py",
         "while len(set(steps)) > 1:", "while None in steps and len(set(steps)) > 1:", MACHINES,
     ),
     Mutation(
-        "a machine goes on although another's checkpoint is damaged", "checkpoints/machines.py",
+        "a machine goes on although another's checkpoint is damaged", "checkpoints/resuming.py",
         "answer = error", "pass", MACHINES,
     ),
     Mutation(
-        "machines that share a disk overwrite each other's files", "checkpoints/machines.py",
+        "machines that share a disk overwrite each other's files", "checkpoints/resuming.py",
         "if seen == machines and args.save_on_each_node:", "if seen > machines and args.save_on_each_node:", MACHINES,
     ),
     Mutation(
@@ -367,7 +366,7 @@ MUTATIONS = [
         f"{POPULATION}::test_the_base_is_there_once_and_never_changes",
     ),
     Mutation(
-        "a mutated learning rate reaches the schedule only", "checkpoints/resumed_options.py",
+        "a mutated learning rate reaches the schedule only", "checkpoints/resuming.py",
         'group["lr"] = group["lr"] * after / before if before else after', "pass",
         f"{POPULATION}::test_a_mutated_learning_rate_reaches_the_optimizer",
     ),
@@ -444,7 +443,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
     ),
     Mutation(
-        "two runs write into one folder", "checkpoints/machines.py",
+        "two runs write into one folder", "checkpoints/resuming.py",
         "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
     ),
     Mutation(
@@ -727,7 +726,7 @@ MUTATIONS = [
         f"{STARTS} -k starts",
     ),
     Mutation(
-        "TRL's reference decomposes the base again", "trainers/load_adapter.py",
+        "TRL's reference decomposes the base again", "trainers/arguments.py",
         "plain_copies(model), named:", "named:", f"{STARTS} -k already",
     ),
     Mutation(
@@ -788,13 +787,13 @@ MUTATIONS = [
         f"{DRIFT_OPTIONS} -k grpo_is_exact",
     ),
     Mutation(
-        "rewards are weighted by trained tokens alone", "step/drift.py",
+        "rewards are weighted by trained tokens alone", "step/log_probs.py",
         "log_ratio, batch.valid_mask, batch.turn_ids",
         "log_ratio, batch.valid_mask & ~batch.truncated[:, None], batch.turn_ids",
         f"{DRIFT_OPTIONS} -k without_loss",
     ),
     Mutation(
-        "rewards are weighted without the bound", "step/drift.py",
+        "rewards are weighted without the bound", "step/log_probs.py",
         "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
@@ -896,17 +895,17 @@ MUTATIONS = [
         "delta + gamma * gae_lambda * running", "delta + gamma * running", GAE,
     ),
     Mutation(
-        "KL arguments swapped in the reward", "objectives/kl.py",
+        "KL arguments swapped in the reward", "objectives/ratios.py",
         "return pool_to_turns(log_probs - reference,", "return pool_to_turns(reference - log_probs,",
         f"{ENUMERATION} -k kl_in_the_reward",
     ),
     Mutation(
-        "KL arguments swapped in the advantage", "objectives/kl.py",
+        "KL arguments swapped in the advantage", "objectives/ratios.py",
         "torch.where(turn_ids >= 0, log_probs - reference, 0.0)", "torch.where(turn_ids >= 0, reference - log_probs, 0.0)",
         f"{ENUMERATION} -k kl_in_the_advantage",
     ),
     Mutation(
-        "KL of a turn averaged over its tokens", "objectives/kl.py",
+        "KL of a turn averaged over its tokens", "objectives/ratios.py",
         'return pool_to_turns(log_probs - reference, turn_ids, turns, "sum")',
         'return pool_to_turns(log_probs - reference, turn_ids, turns, "mean")', f"{ENUMERATION} -k kl_in_the_reward",
     ),
@@ -1253,20 +1252,20 @@ MUTATIONS = [
         f"{PACKED_FORWARD} -k padded_rows",
     ),
     Mutation(
-        "decoding folds each query head into another group", "rollout/generators/transformers/attention.py",
+        "decoding folds each query head into another group", "rollout/generators/transformers/generator.py",
         "query.unflatten(1, (key.size(1), -1)).squeeze(3)",
         "query.unflatten(1, (-1, key.size(1))).squeeze(3).transpose(1, 2)", f"{DECODING} -k equals_transformers",
     ),
     Mutation(
-        "decoding reads the padding", "rollout/generators/transformers/attention.py",
+        "decoding reads the padding", "rollout/generators/transformers/generator.py",
         "attn_mask=attention_mask, scale=scaling)", "attn_mask=None, scale=scaling)", f"{DECODING} -k own_attention",
     ),
     Mutation(
-        "decoding asks the device whether a mask is needed", "rollout/generators/transformers/attention.py",
+        "decoding asks the device whether a mask is needed", "rollout/generators/transformers/generator.py",
         '"allow_is_causal_skip": False', '"allow_is_causal_skip": True', f"{DECODING} -k waits",
     ),
     Mutation(
-        "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/attention.py",
+        "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/generator.py",
         """        finally:
             for config in configs:
                 config._attn_implementation = "sdpa\"""",
@@ -1497,12 +1496,12 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
-        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv_sessions.py",
+        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv.py",
         "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
         "tests/envs/test_openenv_sessions.py",
     ),
     Mutation(
-        "an OpenEnv session gets no seed", "envs/libraries/openenv_sessions.py",
+        "an OpenEnv session gets no seed", "envs/libraries/openenv.py",
         "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
     ),
     Mutation(
@@ -1577,8 +1576,8 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k begin_and_end_nothing",
     ),
     Mutation(
-        "parts of text need a processor", "envs/checker.py",
-        'all("text" in part for part in texts)', "False", "tests/rollout/test_misbehaving.py -k inline",
+        "parts of text need a processor", "envs/images.py", 'return found if any(part["type"] == "image" for part in found)',
+        "return found if found", f"{IMAGE_ENVIRONMENTS} -k beside",
     ),
     Mutation(
         "what a message holds is the environment's own", "envs/checker.py",
@@ -1719,8 +1718,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a pushed checkpoint holds the episodes it was training on", "checkpoints/hub.py",
-        "patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]",
-        "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub.py -k what_is_pushed",
+        "patterns += [*STATE_FILES, CARD, CURVE]", 'patterns += [*STATE_FILES, "rollout/*", CARD, CURVE]',
+        "tests/trainers/test_hub.py -k what_is_pushed",
     ),
     Mutation(
         "a pickle that was added to a signed checkpoint is read", "checkpoints/integrity.py",
@@ -1778,9 +1777,8 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k users_name",
     ),
     Mutation(
-        "fields of a run that no list names leave", "checkpoints/disclosure.py",
-        "for name, value in info.items() if name in _RUN_FIELDS", "for name, value in info.items()",
-        "tests/trainers/test_secrets.py -k listed_fields",
+        "what the diagnosis remembers of episodes is pushed", "checkpoints/disclosure.py",
+        '"watch": {}, ', "", "tests/trainers/test_secrets.py -k diagnosis_remembers",
     ),
     Mutation(
         "a secret becomes a special token", "checkpoints/disclosure.py", "own and len(value) >=", "False and len(value) >=",
@@ -1888,31 +1886,42 @@ MUTATIONS = [
         "size >= 2 * said", "size >= said", DIAGNOSIS,
     ),
     Mutation(
-        "starts are lost where many fail", "evaluation/diagnosis.py", "unsolved < LOST * (1 - success)", "unsolved == 0", DIAGNOSIS,
+        "starts are lost where many fail", "evaluation/diagnosis.py",
+        "unsolved < LOST * (1 - success)", "unsolved == 0", DIAGNOSIS,
     ),
     Mutation(
         "starts are lost while the policy learns them", "evaluation/diagnosis.py",
-        'if history.rises("success"):\n        return None  # the policy may', "if False:\n        return None  # the policy may",
+        'if history.rises("success"):\n        return None  # the policy may',
+        "if False:\n        return None  # the policy may",
         DIAGNOSIS,
+    ),
+    Mutation(
+        "an update without a rollout shows no success", "monitor/progress.py", "self._batch = {**values}", "pass",
+        "tests/test_cli.py -k trains_and_saves_an_adapter",
+    ),
+    Mutation(
+        "a batch is trained on once by default", "algorithms/grpo.py",
+        "iterations: ClassVar[int] = 4", "iterations: ClassVar[int] = 1",
+        "tests/trainers/test_batch_defaults.py -k updates_of_a_batch",
     ),
     Mutation(
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(
-        "noise counts as a fall", "evaluation/sequential.py", "ALPHA = 2e-3", "ALPHA = 0.1",
+        "noise counts as a fall", "evaluation/statistics.py", "ALPHA = 2e-3", "ALPHA = 0.1",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "each block of a run spends the same", "evaluation/sequential.py",
+        "each block of a run spends the same", "evaluation/statistics.py",
         "(2 * block * (block + 1) *", "(2 * 1 * (1 + 1) *",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "the start counts as exact", "evaluation/sequential.py", "(1 / batches + 1 / size)", "(1 / size)",
+        "the start counts as exact", "evaluation/statistics.py", "(1 / batches + 1 / size)", "(1 / size)",
         "tests/evaluation/test_sequential.py",
     ),
     Mutation(
-        "what was learned counts as the start", "evaluation/sequential.py",
+        "what was learned counts as the start", "evaluation/statistics.py",
         "min(means) if now < means[-1][0] else max(means)", "means[-1]", "tests/evaluation/test_sequential.py",
     ),
     Mutation(
@@ -2123,7 +2132,7 @@ MUTATIONS = [
         "tests/adapters/test_damaged_models.py -k built",
     ),
     Mutation(
-        "a reward that pays for failure passes a check", "cli/check/rewards.py",
+        "a reward that pays for failure passes a check", "cli/check/plays.py",
         "(_correlation(pairs, len(pairs)) or 0.0) >= PAID", "abs(_correlation(pairs, len(pairs)) or 0.0) >= PAID",
         "tests/test_cli_check.py -k reason_not",
     ),
@@ -2509,7 +2518,7 @@ MUTATIONS = [
         'answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER', "answer = _ANSWER", TEMPLATES,
     ),
     Mutation(
-        "gpt-oss forgets its analysis", "rollout/chat/template_repair.py",
+        "gpt-oss forgets its analysis", "rollout/chat/template_check.py",
         '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
     Mutation(
@@ -3067,9 +3076,9 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "parts of a text are joined by a line", "rollout/agents/dialects/base.py",
-        'return "".join(part_text',
-        'return "\\n".join(part_text',
+        "parts of a text are joined by a line", "envs/images.py",
+        'else "".join(part["text"] for part in found)',
+        'else "\\n".join(part["text"] for part in parts)',
         DIALECTS,
     ),
     Mutation(
@@ -3079,9 +3088,9 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "an image is left out in silence", "rollout/agents/dialects/base.py",
-        "    if kind not in kinds:\n        raise Refusal(",
-        "    if kind not in kinds:\n        return ''\n        raise Refusal(",
+        "a part is left out in silence", "rollout/agents/dialects/base.py",
+        "    if kind not in images:\n",
+        "    if kind not in images:\n        return {'type': 'text', 'text': ''}\n",
         DIALECTS,
     ),
     Mutation(
@@ -3429,7 +3438,7 @@ MUTATIONS = [
     Mutation(
         "an image of several frames is taken",
         "envs/images.py",
-        '    if getattr(image, "n_frames", 1) > 1:',
+        '    if getattr(image, "is_animated", False):',
         "    if False:",
         IMAGES,
     ),
@@ -3446,6 +3455,78 @@ MUTATIONS = [
         "                dropped = part[\"type\"] == \"image\" and old > 0\n",
         "                dropped = part[\"type\"] == \"image\" and old <= self.number\n",
         IMAGES,
+    ),
+    Mutation(
+        "a request reads files of this machine", "rollout/agents/dialects/base.py",
+        "    if not DATA.match(address):\n",
+        "    if address.startswith('http'):\n",
+        IMAGE_REQUESTS,
+    ),
+    Mutation(
+        "a hostile image of a request ends the server's answer", "rollout/agents/dialects/base.py",
+        "    except (ImageError, ImportError) as error:\n",
+        "    except ImportError as error:\n",
+        IMAGE_REQUESTS,
+    ),
+    Mutation(
+        "another image of the same size is the same prompt", "rollout/agents/episode.py",
+        "        prompt = _digest_of(keyed(first.prompt_ids, pictures))\n",
+        "        prompt = _digest_of(first.prompt_ids)\n",
+        f"{IMAGE_REQUESTS} -k same_size",
+    ),
+    Mutation(
+        "the trainer does not get the images of requests", "rollout/agents/episode.py",
+        "                pictures=sample.pictures,\n            )\n            for sample in samples",
+        "            )\n            for sample in samples",
+        f"{IMAGE_AGENTS} -k idefics3-chat",
+    ),
+    Mutation(
+        "the sampler does not get the images of requests", "rollout/agents/episode.py",
+        "            extends=False,\n            pictures=sample.pictures,\n",
+        "            extends=False,\n",
+        f"{IMAGE_AGENTS} -k idefics3-chat",
+    ),
+    Mutation(
+        "images around answers of another prompt are not expanded", "rollout/chat/renderer.py",
+        "        if pictures := self.pictures(messages):\n",
+        "        if pictures := []:\n",
+        f"{IMAGE_REQUESTS} -k keeps_its_ids",
+    ),
+    Mutation(
+        "the same image counts each time", "envs/images.py",
+        "    images = set(images_of(messages))\n",
+        "    images = images_of(messages)\n",
+        f"{IMAGE_REQUESTS} -k counts_once",
+    ),
+    Mutation(
+        "a special token is spelled over two parts", "envs/images.py",
+        "        found += group if kind == \"image\" else",
+        "        found += group if kind else",
+        f"{IMAGE_ENVIRONMENTS} -k beside",
+    ),
+    Mutation(
+        "an image that an environment made is not looked at", "envs/images.py",
+        "        if _known.get(value.digest) is value:\n",
+        "        if value.digest:\n",
+        f"{IMAGES} -k hand",
+    ),
+    Mutation(
+        "a tool's image closes its tag", "envs/tools/toolbox.py",
+        "        said = [_escaped(part) for part in parts_of({\"content\": result})]\n",
+        "        said = parts_of({\"content\": result})\n",
+        f"{IMAGE_ENVIRONMENTS} -k tags",
+    ),
+    Mutation(
+        "names of files in a tool's result are read as images", "envs/tools/toolbox.py",
+        "isinstance(part, dict) and is_image(part.get(\"image\"))",
+        "isinstance(part, dict) and part.get(\"type\") == \"image\"",
+        f"{IMAGE_ENVIRONMENTS} -k tags",
+    ),
+    Mutation(
+        "the image of a board of bytes", "envs/libraries/gymnasium.py",
+        " and bool((space.high == 255).all())",
+        "",
+        f"{IMAGE_ENVIRONMENTS} -k numbers",
     ),
     Mutation(
         "the page shows any file as an image",

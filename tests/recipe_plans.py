@@ -11,8 +11,7 @@ import yaml
 from transformers import Qwen2Config
 from trl import ModelConfig
 
-from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
-from agile_trainers.cli.check.server import planned_server
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, planned_server
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.train import MultiTurnScriptArguments
 from agile_trainers.embedded import make_tokenizer

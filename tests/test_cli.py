@@ -183,7 +183,7 @@ def test_grpo_trains_and_saves_an_adapter(
     trained = [weight for name, weight in loaded.named_parameters() if "lora_B" in name]
     assert trained and all(torch.count_nonzero(weight) for weight in trained)
     episodes = recorded(output)
-    assert len(episodes) == 16 and {episode["prompt"][0]["content"][:35] for episode in episodes} == {
+    assert len(episodes) == 8 and {episode["prompt"][0]["content"][:35] for episode in episodes} == {
         "Guess the number between 1 and 6. Y"
     }
 

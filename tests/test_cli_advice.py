@@ -13,10 +13,9 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
-from agile_trainers.cli.check import advice
 from agile_trainers.cli.check import command as check
-from agile_trainers.cli.check.advice import remedies
-from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, serving, trace
+from agile_trainers.cli.check import memory_plan
+from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, remedies, serving, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
@@ -36,7 +35,7 @@ PLAN = MemoryPlan(
 @pytest.fixture(autouse=True)
 def every_saving_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model saves kilobytes."""
-    monkeypatch.setattr(advice, "LEAST", 1)
+    monkeypatch.setattr(memory_plan, "LEAST", 1)
 
 
 def advised(plan: MemoryPlan, gpu: int | None = None) -> dict[str, int]:
@@ -262,7 +261,7 @@ def test_almost_full_is_a_warning_with_advice(tmp_path: Path) -> None:
 
 
 def test_sizes_are_written_in_gib() -> None:
-    assert str(advice.Remedy("beta=0.0", 3 * 2**29)) == "beta=0.0 saves 1.50 GiB" and readable(2**27) == "0.12 GiB"
+    assert str(memory_plan.Remedy("beta=0.0", 3 * 2**29)) == "beta=0.0 saves 1.50 GiB" and readable(2**27) == "0.12 GiB"
 
 
 def test_the_tokens_that_an_engine_reads_in_a_step() -> None:

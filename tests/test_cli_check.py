@@ -262,7 +262,7 @@ def test_what_would_not_train_exits_with_the_reason(
         broken,
         "--episodes",
         "4" if broken != "PaysNothing" else "6",
-        "--time_limit",
+        "--environment_timeout",
         "0.2",
         "--scripted_policy",
         "expert",
@@ -495,7 +495,7 @@ def test_the_command_finds_an_environment_in_the_current_folder(
     options = ["--environment", "mine_alone:Mine", "--episodes", "4", "--max_new_tokens", "4"]
     assert main(["check", *options]) == 0
     assert "Mine follows it" in capsys.readouterr().out
-    assert main(["check", *options, "--time_limit", "30", "--max_model_length", "5"]) == 1
+    assert main(["check", *options, "--max_model_length", "5"]) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- layout

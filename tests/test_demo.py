@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import demonstrations, halving_policy, random_policy
 from agile_trainers.checkpoints.model_card import moving_average
-from agile_trainers.cli.demo import command as demo
-from agile_trainers.cli.demo.command import Budget, DemoScore, some_games
+from agile_trainers.cli import demo as demo
+from agile_trainers.cli.demo import Budget, DemoScore, some_games
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator

@@ -33,7 +33,7 @@ LOADED_WITH_AN_EXTRA = {
     "agile_trainers/sampling/vllm_colocated.py": "vllm",
 }
 """Files that are imported only where the packages of an extra are installed; all others import these in functions."""
-SURROUNDINGS = {"agile_trainers/monitor/notebook.py": "ipython"}
+SURROUNDINGS = {"agile_trainers/monitor/progress.py": "ipython"}
 """Files that are imported only inside a program, and its distribution, which is there then."""
 PRIVATE = {
     "adapters/roles.py": {"_active_adapter": "PEFT's setter changes requires_grad"},
@@ -41,7 +41,7 @@ PRIVATE = {
         "_fsdp_param_groups": "torch has no public reader of where FSDP2 reshards",
         "_get_fsdp_state": "the same",
     },
-    "checkpoints/resumed_options.py": {"_last_lr": "torch has a reader (get_last_lr) and no setter"},
+    "checkpoints/resuming.py": {"_last_lr": "torch has a reader (get_last_lr) and no setter"},
     "cli/check/tracing.py": {
         "_subclasses": "FakeTensorMode has no public module",
         "_python_dispatch": "TorchDispatchMode has no public module",
@@ -59,7 +59,7 @@ PRIVATE = {
         "_scaled_dot_product_flash_attention_for_cpu": "returns the logsumexp, which the public function drops",
         "_scaled_dot_product_flash_attention_for_cpu_backward": "the same",
     },
-    "populations/processes.py": {"_shared_state": "accelerate has no public reader of whether it has begun"},
+    "populations/members.py": {"_shared_state": "accelerate has no public reader of whether it has begun"},
     "rollout/generators/vllm/engine.py": {
         "_finalizer": "vLLM's would destroy the process groups of others, and has no switch"
     },
@@ -188,6 +188,6 @@ def test_private_names_of_other_libraries() -> None:
     ours, found = own_names(), {}
     for path in FILES:
         names = private_names(path, ours)
-        if names and path.name not in ("trainer.py", "manual_loop.py", "evaluation_table.py", "vllm_server.py"):
+        if names and path.name not in ("trainer.py", "manual_loop.py", "rollout_log.py", "vllm_server.py"):
             found[path.relative_to(ROOT / "agile_trainers").as_posix()] = names
     assert found == {file: set(names) for file, names in PRIVATE.items()}

@@ -13,22 +13,22 @@ import pytest
 from forked_pytest import Pytest
 from mutations import Mutation, affected, fingerprint, read, unknown, write
 
-SIGN = Mutation("a sign", "objectives/kl.py", "+", "-", "tests/test_kl.py -k sign")
+SIGN = Mutation("a sign", "objectives/ratios.py", "+", "-", "tests/test_kl.py -k sign")
 SHIFT = Mutation("a shift", "rollout/collate.py", "+ 1", "", "tests/test_collate.py tests/test_layout.py")
-MASK = Mutation("a mask", "objectives/kl.py", "* mask", "", "tests/test_mask.py")
+MASK = Mutation("a mask", "objectives/ratios.py", "* mask", "", "tests/test_mask.py")
 ALL = [SIGN, SHIFT, MASK]
-BEFORE = {("a sign", "objectives/kl.py", "+", "-", "tests/test_kl.py -k sign"),
+BEFORE = {("a sign", "objectives/ratios.py", "+", "-", "tests/test_kl.py -k sign"),
           ("a shift", "rollout/collate.py", "+ 1", "", "tests/test_collate.py tests/test_layout.py"),
-          ("a mask", "objectives/kl.py", "* mask", "", "tests/test_mask.py")}  # fmt: skip
+          ("a mask", "objectives/ratios.py", "* mask", "", "tests/test_mask.py")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changed", "chosen"),
     [
         ([], []),
-        (["objectives/kl.py", "docs/kl.md", "tests/games.py"], []),
-        (["agile_trainers/objectives/kl.py"], [SIGN, MASK]),
-        (["agile_trainers/objectives/kl.py", "agile_trainers/rollout/collate.py"], ALL),
+        (["objectives/ratios.py", "docs/kl.md", "tests/games.py"], []),
+        (["agile_trainers/objectives/ratios.py"], [SIGN, MASK]),
+        (["agile_trainers/objectives/ratios.py", "agile_trainers/rollout/collate.py"], ALL),
         (["tests/test_layout.py"], [SHIFT]),
         (["tests/test_kl.py"], [SIGN]),
     ],
@@ -76,7 +76,7 @@ def test_commits_the_working_tree_and_new_files_count(project: Path, monkeypatch
     assert mutations.since(first) == [SHIFT] and mutations.since(second) == []
     new = Mutation("new", "objectives/new.py", "+", "-", "tests/test_new.py")
     renamed = replace(SIGN, file="objectives/divergence.py")
-    (project / "agile_trainers/objectives/kl.py").rename(project / "agile_trainers/objectives/divergence.py")
+    (project / "agile_trainers/objectives/ratios.py").rename(project / "agile_trainers/objectives/divergence.py")
     (project / "tests/test_mask.py").write_text("y = 2", encoding="utf-8")
     monkeypatch.setattr(mutations, "MUTATIONS", [renamed, SHIFT, replace(MASK, file="objectives/divergence.py"), new])
     assert [one.name for one in mutations.since(second)] == ["a sign", "a mask", "new"]
@@ -95,7 +95,7 @@ def test_what_was_noticed_is_left_out_until_its_file_or_tests_change(project: Pa
     write(results, {**read(results)["a shift"], "verdict": "noticed"})
     assert unknown(ALL, results) == [MASK]
     (project / "tests/test_layout.py").write_text("z = 3", encoding="utf-8")
-    (project / "agile_trainers/objectives/kl.py").write_text("z = 3", encoding="utf-8")
+    (project / "agile_trainers/objectives/ratios.py").write_text("z = 3", encoding="utf-8")
     assert unknown(ALL, results) == ALL
 
 

@@ -13,6 +13,8 @@ from agile_trainers.config.rules import CISPO_BOUND, Rule, one_of
 class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
     """CISPO's settings."""
 
+    iterations: ClassVar[int] = 1
+
     loss_type: str = option("cispo", "Always `cispo`.")
     epsilon_high: float | None = option(
         CISPO_BOUND,

@@ -19,6 +19,8 @@ from agile_trainers.step.credit import Credit, CreditInputs
 class MultiTurnGRPOConfig(MultiTurnConfig):
     """Configuration of :class:`MultiTurnGRPOTrainer`: the shared options and these."""
 
+    iterations: ClassVar[int] = 4
+
     advantage_granularity: str = option(
         "turn",
         "Unit of the advantage: `turn`, `trajectory` or `anchor`. `turn`: each turn is compared with the same turn of the "

@@ -13,6 +13,8 @@ from agile_trainers.config.rules import Rule, one_of
 class MultiTurnGSPOConfig(MultiTurnGRPOConfig):
     """GSPO's settings (Zheng et al., 2025, section 5.1): one length-normalized ratio per sequence, narrow clipping."""
 
+    iterations: ClassVar[int] = 1
+
     loss_type: str = option("grpo", "Always `grpo`.")
     importance_sampling_level: str = option(
         "sequence", "Unit of the importance ratio: `sequence`, or `turn` to give each turn a ratio of its own."

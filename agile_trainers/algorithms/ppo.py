@@ -17,8 +17,7 @@ from agile_trainers.config.rules import (
     positive,
     weighs_decisions_with,
 )
-from agile_trainers.objectives.returns import gae
-from agile_trainers.objectives.value_loss import explained_variance
+from agile_trainers.objectives.returns import explained_variance, gae
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import TARGETS
 

@@ -16,8 +16,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -26,15 +24,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import RECORD, WITHHELD, read_json, write_json
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.integrity import MARKER, POSITION, keyed_digest, mark_complete
 from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
-from agile_trainers.records.plain import replacing, to_json
-from agile_trainers.records.reader import read_rows
-from agile_trainers.records.writer import DIGESTS, FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE, write_episodes
+from agile_trainers.records.plain import replacing
 
 logger = logging.get_logger(__name__)
 
@@ -55,12 +51,6 @@ STATE_FILES = (
     f"{REFERENCE}/model.safetensors", f"{REFERENCE}/{CARD}", f"{CRITIC}/{CARD}", MARKER,
 )  # fmt: skip
 """Further files of a checkpoint."""
-ROLLOUT_FILES = ("rollout/rank-*.safetensors", "rollout/rank-*.parquet")
-"""Files of a checkpoint with episodes, their tokens and their text."""
-EPISODE_FILES = tuple(
-    f"{ROLLOUTS}/*/{name}" for name in (RUN, METRICS, FINDINGS, VOCABULARY_FILE, "train-*.parquet", "eval-*.parquet")
-)
-"""Files of ``output_dir`` with episodes, and what is known of their run."""
 STAGE = ".push-"
 """Prefix of the folders below ``output_dir`` that hold the files of an upload."""
 PRIVATE = "private.json"
@@ -88,14 +78,6 @@ _TOKENIZER_FIELDS = frozenset((
 """Fields of ``tokenizer_config.json`` that transformers defines, besides the arguments of the tokenizer's class."""
 
 
-_RUN_FIELDS = ("format", "kind", "started", "run", "algorithm", "policy", "model", "environment", "seed", "options")
-"""Fields of ``run.json`` that may leave."""
-_FINDING = ("name", "step", "advice")
-"""Fields of a finding that may leave; its evidence quotes episodes."""
-_JSON, _TEXTS = ("prompt", "reset_info", "row"), ("error", "environment")
-"""Columns of an episode with text, as JSON and as it is."""
-_TOKENS = ("prompt_ids", "completion_ids", "paths")
-"""Columns that spell the text of an episode."""
 MASK = "***"
 _SHORTEST_SECRET = 8
 """Characters of the shortest value that its name makes a secret: shorter ones are mostly numbers and words of games."""
@@ -474,37 +456,16 @@ def clean_tokenizer(folder: Path, tokenizer: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- copies
 
 
-@dataclass
-class Text:
-    """The text of episodes that is pushed."""
-
-    episodes: int = 0
-    characters: int = 0
-    masked: int = 0
-    """Secrets of a known form, which are masked."""
-    touched: int = 0
-    """Episodes that held them."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.characters:,} characters of {self.episodes:,} episodes: prompts, answers, observations and rows. "
-            f"{self.masked:,} secrets of a known form are masked, in {self.touched:,} episodes, whose token ids are left "
-            f"out. Secrets of another form are not recognized; the text of {self.episodes - self.touched:,} episodes is as "
-            "it was played."
-        )
-
-
-def copy_public(files: Mapping[Path, Path], output_dir: Path, episodes: bool) -> tuple[Path, Text | None]:
+def copy_public(files: Mapping[Path, Path], output_dir: Path) -> Path:
     """Copy the files of a push, with the fields that may leave and no others, into a folder below ``output_dir``.
 
     Args:
         files: Relative path of each file to the folder it lies in. Files of checkpoints no longer change and are
             hard-linked where the file system allows it; files of ``output_dir`` itself are copied.
         output_dir: Parent of the new folder.
-        episodes: See :func:`disclose`.
 
     Returns:
-        The folder, which the caller removes, and the text of the episodes in it; None without any.
+        The folder, which the caller removes.
 
     Raises:
         OSError: If the disk is full, or a file cannot be read. Nothing is left behind then.
@@ -515,10 +476,11 @@ def copy_public(files: Mapping[Path, Path], output_dir: Path, episodes: bool) ->
             put = shutil.copy2 if source == output_dir else _link
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             put(source / path, folder / path)
-        return folder, disclose(folder, episodes)
+        disclose(folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    return folder
 
 
 def _link(source: str | Path, target: str | Path) -> None:
@@ -528,39 +490,22 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def disclose(folder: Path, episodes: bool) -> Text | None:
+def disclose(folder: Path) -> None:
     """Leave in the files of a copy what may leave the machine, and write a checkpoint's marker anew.
+
+    What the run's diagnosis and its task sampling remember of episodes is left out.
 
     Args:
         folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
-        episodes: Whether episodes of a checkpoint may leave. Without them, what the run's diagnosis and its task sampling
-            remember of them is left out too. Those in which a secret was masked do not leave, since their tensors spell it.
-
-    Returns:
-        The text of the episodes in it; None without any.
     """
-    text, changed = Text(), {folder / RECORD} if shorten_paths(folder) else set()
-
-    def rewrite_episodes(path: Path) -> None:
-        if path.name != VOCABULARY_FILE:
-            in_checkpoint = path.parent.name == "rollout"  # whose marker has the digests
-            digests = None if in_checkpoint else path.with_name(DIGESTS.replace("*", "pushed"))
-            write_episodes(path, [_masked_episode(row, text) for row in read_rows(path)], digests)
-
-    for pattern, rewrite in {"**/*.parquet": rewrite_episodes, **_REWRITTEN}.items():
+    changed = {folder / RECORD} if shorten_paths(folder) else set()
+    for pattern, rewrite in _REWRITTEN.items():
         for path in map(folder.joinpath, matching(folder, [pattern])):
             rewrite(path)
             changed.add(path)
-    if text.masked or not episodes:
-        for name in matching(folder, ROLLOUT_FILES):
-            (folder / name).unlink()
-        if (position := folder / POSITION).is_file():
-            write_json(position, {**read_json(position), "watch": {}, "tasks": {}})
-            changed.add(position)
     if (folder / MARKER).is_file():
         listed = read_json(folder / MARKER)["files"]
         mark_complete(folder, {name: one for name, one in listed.items() if folder / name not in changed})
-    return text if text.episodes else None
 
 
 def numbers(content: dict[str, Any]) -> dict[str, Any]:
@@ -570,31 +515,10 @@ def numbers(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rewrite_run(path: Path) -> None:
-    info = read_json(path)
-    found = {name: masked(value) for name, value in info.items() if name in _RUN_FIELDS}
-    found |= {name: public_path(found[name]) for name in ("model", "policy") if isinstance(found.get(name), str)}
-    if isinstance(found.get("environment"), str):
-        found["environment"] = describe_environment(info["environment"])["environment"]
-    options = info.get("options")
-    if isinstance(options, dict):
-        found["options"] = public_options(options, public=options.get("public_values") or ())
-    write_json(path, masked(found))
-
-
 def _rewrite_state(path: Path) -> None:
     content = read_json(path)
     history = [numbers(entry) for entry in content.get("log_history", [])]
     write_json(path, {**numbers(content), "log_history": history, "stateful_callbacks": {}})
-
-
-def _rewrite_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Rewrite a file of JSON lines; half a line of a killed run is left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError, AttributeError):
-            lines.append(json.dumps(change(json.loads(line))))
-    _replace(path, "".join(f"{line}\n" for line in lines))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -603,36 +527,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 _REWRITTEN: dict[str, Callable[[Path], None]] = {
-    f"**/{RUN}": _rewrite_run,
-    f"**/{METRICS}": lambda path: _rewrite_lines(path, numbers),
-    f"**/{FINDINGS}": lambda path: _rewrite_lines(
-        path, lambda finding: {"evidence": "", **{name: masked(finding.get(name)) for name in _FINDING}}
-    ),
     "**/*.jinja": lambda path: _replace(path, masked(path.read_text(encoding="utf-8"))),
     "trainer_state.json": _rewrite_state,
+    POSITION: lambda path: write_json(path, {**read_json(path), "watch": {}, "tasks": {}}),
 }
 """Files of which a part may leave. Weights, tokenizers, adapters' settings and tensors leave as they are."""
-
-
-def _masked_episode(row: dict[str, Any], text: Text) -> dict[str, Any]:
-    """Mask the texts of an episode. Where something was masked, the token ids, which spell it, are left out."""
-    masker = Masker()
-
-    def texts(holder: dict[str, Any], as_json: tuple[str, ...], plain: tuple[str, ...]) -> dict[str, Any]:
-        changed = {name: to_json(masker(json.loads(holder[name]))) for name in as_json if holder[name] is not None}
-        changed |= {name: masker(holder[name]) for name in plain if holder[name] is not None}
-        text.characters += sum(len(one) for one in changed.values())
-        return {**holder, **changed}
-
-    masked_row = texts(row, _JSON, _TEXTS)
-    masked_row["turns"] = [
-        texts(turn, ("info", "messages", "observation"), ("text", "fork")) if turn["observation_is_json"]
-        else texts(turn, ("info", "messages"), ("text", "fork", "observation"))
-        for turn in row["turns"]
-    ]  # fmt: skip
-    text.episodes += 1
-    text.masked += masker.count
-    if masker.count:
-        text.touched += 1
-        masked_row |= dict.fromkeys(_TOKENS)
-    return masked_row

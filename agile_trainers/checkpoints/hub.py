@@ -41,20 +41,17 @@ from tenacity import (
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
     ADAPTER_FILES,
     CARD,
     CURVE,
-    EPISODE_FILES,
     MODEL_FILES,
     PRIVATE,
-    ROLLOUT_FILES,
     STAGE,
     STATE_FILES,
     TOKENIZER_FILES,
     Masker,
-    Text,
     copy_public,
     matching,
     shorten_paths,
@@ -203,7 +200,6 @@ class HubPushes:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._said: Text | None = None
         self._told_unreachable = False
 
     @property
@@ -270,8 +266,8 @@ class HubPushes:
     ) -> Any:
         """Save the model to ``output_dir`` and push it, with its card.
 
-        Reference, critic and episodes only if ``args.hub_extras`` asks for them; the optimizer never (but see
-        ``hub_strategy``).
+        Reference and critic only if ``args.hub_extras`` asks for them; the optimizer never (but see ``hub_strategy``),
+        and never episodes.
 
         Args:
             message: Message of the commit.
@@ -377,27 +373,18 @@ class HubPushes:
 
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
         """Collect the files to push: those of the model in ``folder``, or of the whole checkpoint under another path."""
-        output_dir, episodes = Path(self._args.output_dir), "rollouts" in self._extras
+        output_dir = Path(self._args.output_dir)
         adapters = {REFERENCE: "reference", CRITIC: "critic"}
         vocabulary = getattr(self._trainer.processing_class, "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
         patterns += [f"{name}/{file}" for name, extra in adapters.items() for file in ADAPTER_FILES
                      if path_in_repo is not None or extra in self._extras]  # fmt: skip
         if path_in_repo is not None:
-            patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]
+            patterns += [*STATE_FILES, CARD, CURVE]
         chosen = dict.fromkeys(matching(folder, patterns), folder)
         if path_in_repo is None:
-            beside = (CARD, CURVE, *(EPISODE_FILES if episodes else ()))
-            chosen |= dict.fromkeys(matching(output_dir, beside), output_dir)
-        staged, text = copy_public(chosen, output_dir, episodes)
-        self._say(text)
-        return staged
-
-    def _say(self, text: Text | None) -> None:
-        """Warn of the episodes' text in a push, unless the last push included the same."""
-        if text is not None and text != self._said:
-            logger.warning("The push to %s includes %s", self._trainer.hub_model_id, text)
-            self._said = text
+            chosen |= dict.fromkeys(matching(output_dir, (CARD, CURVE)), output_dir)
+        return copy_public(chosen, output_dir)
 
     def _uploader(
         self,

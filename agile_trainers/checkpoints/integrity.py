@@ -18,7 +18,6 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agile_trainers.adapters import CRITIC
 from agile_trainers.adapters.folders import (
     POSITION_FORM,
     RECORD,
@@ -34,6 +33,7 @@ from agile_trainers.adapters.folders import (
     read_record,
     write_json,
 )
+from agile_trainers.adapters.roles import CRITIC
 
 OPTION = "AGILE_TRAINERS_TRUST_CHECKPOINT"
 KEY_FILE = "AGILE_TRAINERS_KEY_FILE"

@@ -20,8 +20,8 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import is_cached
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import CARD, CURVE, masked, public_options, public_path
 from agile_trainers.imports import matplotlib_apart
 from agile_trainers.records.plain import replacing

@@ -21,11 +21,10 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
-from agile_trainers.adapters.loading import read_config
+from agile_trainers.adapters.loading import SavedAdapters, parent_of, read_config
 from agile_trainers.adapters.lora_settings import lora_settings
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.roles import POLICY, REFERENCE, base_model
 from agile_trainers.adapters.untrusted import check_patterns
 from agile_trainers.checkpoints.disclosure import (
     check_public,
@@ -45,8 +44,14 @@ from agile_trainers.checkpoints.integrity import (
     set_aside,
     step_of,
 )
-from agile_trainers.checkpoints.machines import agreed_step, check_storage, locked, on_each_disk
-from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
+from agile_trainers.checkpoints.resuming import (
+    agreed_step,
+    check_storage,
+    compare_options,
+    locked,
+    on_each_disk,
+    recorded_options,
+)
 from agile_trainers.records.reader import read_rows
 from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch
@@ -255,8 +260,8 @@ class RunCheckpoints:
         if position["position"] and not any((folder / _ROLLOUT).glob("rank-*.safetensors")):
             raise CheckpointError(
                 f"{folder} was pushed without the episodes that it was training on, and lies inside their generation batch, "
-                "so the run cannot resume exactly. Resume from a checkpoint between two batches, push with "
-                f"hub_extras=['rollouts'], or start a new run with model={str(folder)!r}."
+                "so the run cannot resume exactly. Resume from a checkpoint between two batches or from one that was not "
+                f"pushed, or start a new run with model={str(folder)!r}."
             )
         if position.get("ahead") and not any((folder / _ROLLOUT).glob("ahead-*.json")):
             raise CheckpointError(

@@ -19,12 +19,12 @@ COMMANDS = {
 }
 """Command to its summary."""
 OWN_MODULES = {
-    "demo": "demo.command",
+    "demo": "demo",
     "chain": "chain.command",
     "evolve": "evolve.command",
     "check": "check.command",
     "eval": "eval.command",
-    "panel": "panel",
+    "panel": "eval.panel",
     "view": "view",
     "play": "play",
     "envs": "environments",

@@ -1,4 +1,4 @@
-"""Finds mistakes on the command line before PyTorch and TRL are imported, which takes seconds.
+"""Finds mistakes in options, inputs and files of chains before PyTorch and TRL are imported, which takes seconds.
 
 Option names and numbers are read from the sources of the configurations, without running them. Nothing is accepted here:
 what passes is checked again, and in full, by the command's own parser.
@@ -6,20 +6,22 @@ what passes is checked again, and in full, by the command's own parser.
 
 from __future__ import annotations
 
+import argparse
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from agile_trainers.cli import OWN_MODULES
-from agile_trainers.cli.chain.keys import check_needed_keys, check_stage_keys
-from agile_trainers.cli.preflight import check_output, environment_arguments, missing
-from agile_trainers.cli.yaml_files import naming_place, read_yaml
+from agile_trainers.cli.errors import cut, message
+from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import find_model_folder, nearest
+from agile_trainers.records.plain import from_json
 from agile_trainers.trainers.registry import ALGORITHMS
 
 _OPTIONS = {
@@ -199,3 +201,125 @@ def _options_in(package: str, file: str) -> Iterator[tuple[str, str]]:
             for name in node.args:
                 if isinstance(name, ast.Constant) and str(name.value).startswith("--"):
                     yield str(name.value)[2:].replace("-", "_"), ""
+
+
+# ------------------------------------------------------------------------------------------------------ files of chains
+
+
+SUPERVISED = ("sft", "dpo")
+"""Algorithms of stages with TRL's trainers, which need a data set."""
+STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
+EVOLVE = "evolve"
+"""Key of a stage that is a population."""
+
+
+def check_needed_keys(content: Mapping[str, Any]) -> None:
+    """Check that a file has what every chain needs.
+
+    Raises:
+        YAMLFileError: If something is missing.
+    """
+    for name in ("output_dir", "model", "environment", "stages"):
+        if not content.get(name):
+            raise YAMLFileError(f"`{name}` is missing.")
+    if not isinstance(content["stages"], list):
+        raise YAMLFileError(f"`stages` must be a list, got {content['stages']!r}.")
+
+
+def check_stage_keys(content: Mapping[str, Any], options: Collection[str]) -> None:
+    """Check the keys of stages that no stage could have, and the data sets that are missing.
+
+    Args:
+        content: The file.
+        options: Names of the options of all algorithms.
+
+    Raises:
+        YAMLFileError: For the first mistake.
+    """
+    known = [*STAGE_KEYS, *options]
+    for stage in content["stages"]:
+        if not isinstance(stage, dict) or EVOLVE in stage or ":" in str(stage.get("algorithm")):
+            continue
+        where = f"stage {str(stage.get('name', stage.get('algorithm')))!r}"
+        for key in stage:
+            if key not in known:
+                raise YAMLFileError(f"{where} knows no {key!r}{meant(key, known) or '.'}")
+        if stage.get("algorithm") in SUPERVISED:
+            check_has_dataset(stage, where)
+
+
+def check_has_dataset(stage: Mapping[str, Any], where: str) -> None:
+    """Check that a supervised stage has a data set.
+
+    Raises:
+        YAMLFileError: If it has none.
+    """
+    if stage.get("dataset") is None:
+        raise YAMLFileError(f"{where}: `dataset` is missing; {stage['algorithm']} trains on one.")
+
+
+# -------------------------------------------------------------------------------------------------- inputs of a command
+
+
+_MISSING = {
+    "model_name_or_path": "the Hub id or folder of the model to train.",
+    "environment": "{0} trains on an environment's episodes, not on a data set alone.",
+    "teacher": "{0} trains on a teacher alone: the folder or Hub id of an adapter or a model.",
+    "use_peft": "{0} trains policy and critic as two LoRA adapters on one base. Add --use_peft, and --lora_target_modules "
+    "all-linear to adapt every linear layer.",
+}
+"""Option that is needed to the reason."""
+
+
+def missing(option: str, algorithm: str) -> str:
+    """Return the error of an option that a command needs and was not given.
+
+    Args:
+        option: ``model_name_or_path``, ``environment``, ``teacher`` or ``use_peft``.
+        algorithm: The command.
+    """
+    return f"--{option} is missing: {_MISSING[option].format(algorithm)}"
+
+
+def environment_arguments(text: str) -> Any:
+    """Read ``environment_args``, given as text.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    try:
+        return from_json(text, written=True)
+    except ValueError as error:
+        raise ValueError(
+            f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got {len(text)} characters that are '
+            f"none: {error}."
+        ) from error
+
+
+def check_output(folder: str | Path) -> None:
+    """Check that files can be written to a folder, which is created if it does not exist.
+
+    Raises:
+        ValueError: If the folder cannot be written to.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written to: {message(error)}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the value of an option that takes a JSON object; a ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is anything else.
+    """
+    try:
+        value = from_json(text, written=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{cut(repr(text))} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {cut(repr(text))}')
+    return value

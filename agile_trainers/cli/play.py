@@ -11,8 +11,8 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agile_trainers.adapters.loading import check_model
+from agile_trainers.cli.early import json_object
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.cli.preflight import json_object
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation

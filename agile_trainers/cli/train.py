@@ -19,9 +19,9 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
+from agile_trainers.cli.early import check_output, environment_arguments, missing
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
-from agile_trainers.cli.preflight import check_output, environment_arguments, missing
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.envs.questions.rows import read_dataset

@@ -119,34 +119,25 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
         raise YAMLFileError(f"There is no file {path}{near}") from error
     except OSError as error:
         raise YAMLFileError(f"{path} cannot be read: {error.strerror}. Name a YAML file.") from error
-    except UnicodeDecodeError as error:
-        raise YAMLFileError(
-            f"{path} is not text in UTF-8: {error.reason} at byte {error.start}. Save it as UTF-8."
-        ) from error
     except YAMLFileError as error:
         raise YAMLFileError(f"{path}: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = cut(str(getattr(error, "problem", error)))
+        raise YAMLFileError(
+            f"{path}{where}: this is not YAML: {problem}. Expected lines such as `max_steps: 100`."
+        ) from error
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:  # PyYAML lets them through
         raise YAMLFileError(
-            f"{path}: a value cannot be read: {cut(str(error))}. Put a text in quotation marks."
+            f"{path}: a value cannot be read: {cut(str(error))}. Put a text in quotation marks, and save as UTF-8."
         ) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise YAMLFileError(
-            f"{path}{where}: this is not YAML: {cut(str(error.problem))}. Expected lines such as `max_steps: 100`."
-        ) from error
-    except yaml.YAMLError as error:
-        raise YAMLFileError(
-            f"{path} is not YAML: {cut(str(error))}. Expected lines such as `max_steps: 100`."
-        ) from error
-    if content is None:
-        raise YAMLFileError(f"{path} is empty. Expected lines such as `max_steps: 100`.")
     if isinstance(content, dict) and (odd := [key for key in content if not isinstance(key, str)]):
         raise YAMLFileError(f"{path}: {cut(repr(odd[0]))} is not the name of an option. Put names in quotation marks.")
     if not isinstance(content, dict):
         raise YAMLFileError(
-            f"{path} holds a {type(content).__name__}. Expected a mapping of names to values, in lines such as "
-            "`max_steps: 100`."
+            f"{path} holds {'nothing' if content is None else f'a {type(content).__name__}'}. Expected a mapping of names "
+            "to values, in lines such as `max_steps: 100`."
         )
     return content
 

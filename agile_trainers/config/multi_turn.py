@@ -55,6 +55,8 @@ class MultiTurnConfig(GRPOConfig):
 
     groupless: ClassVar[bool] = False
     """True for an algorithm without groups (``num_generations=1``); set by a subclass."""
+    iterations: ClassVar[int] = 1
+    """Updates of a generation batch where ``num_iterations`` is unset, with an environment."""
     has_critic: ClassVar[bool] = False
     """True for an algorithm with a critic, whose values the credit rule gets; set by a subclass."""
     rewarded: ClassVar[bool] = True
@@ -71,6 +73,11 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Learning rate. A rate of 1e-6 or less for an adapter gives a warning. Default: 1e-5 for an adapter in an "
         "environment, otherwise TRL's 1e-6, which is for whole models.",
+    )
+    num_iterations: int | None = option(
+        None,
+        "Updates of each generation batch, which `max_steps` counts; each reads all episodes once. Default: 4 with GRPO and "
+        "an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise 1.",
     )
     gradient_accumulation_steps: int | None = option(
         None,
@@ -309,8 +316,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     hub_extras: list[str] = option(
         [],
-        "Parts of the run that are pushed to the Hub besides the policy: `reference`, `critic` and `rollouts`. The last are "
-        "the episodes in `output_dir/rollouts/`.",
+        "Adapters that are pushed to the Hub besides the policy: `reference` and `critic`.",
     )
     public_values: list[str] = option(
         [],
@@ -353,6 +359,9 @@ class MultiTurnConfig(GRPOConfig):
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
+        self._iterations_are_ours = self.num_iterations is None
+        if self._iterations_are_ours:
+            self.num_iterations = self.iterations
         self._batch_is_ours = all(vars(self)[name] is None for name in _BATCH)
         if self.gradient_accumulation_steps is None:
             self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
@@ -426,6 +435,8 @@ class MultiTurnConfig(GRPOConfig):
             args.learning_rate = TRL_LEARNING_RATE
         if self._batch_is_ours:
             take_trl_batch(args)
+        if self._iterations_are_ours:
+            args.num_iterations = 1
         fill_deepspeed(args)
         args.max_completion_length = self.max_completion_length or TRL_COMPLETION_LENGTH
         args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or TRL_SAMPLING_MODE

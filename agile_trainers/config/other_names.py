@@ -109,15 +109,6 @@ _HERE = {
 """Name here to the names elsewhere."""
 OTHER_NAMES = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
 
-GONE = {
-    "drift_divergence_max": "DPPO's mask is a loss of one's own, docs/own_loss.md",
-    "environment_weights": "a train_dataset with the column 'environment' says how often each is played",
-    "log_rollouts_max_gb": "log_rollouts=N writes every N-th generation batch",
-    "merge_adapter_in_rollout": "the adapter is fused into one product already",
-    "task_seeds": "a train_dataset with a row for each task, which reset() gets as options",
-}
-"""Option that is gone to what to do instead."""
-
 _ARGUMENTS = (
     "model", "args", "environment", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "peft_config",
     "quantization_config", "callbacks",
@@ -155,8 +146,6 @@ def meant(name: str, known: Collection[str], *, count: int = 3) -> str:
         count: Largest number of nearest names.
     """
     plain = name.lstrip("-").replace("-", "_")
-    if plain in GONE:
-        return f"; it is gone: {GONE[plain]}."
     here = OTHER_NAMES.get(plain, plain if plain in _ARGUMENTS else "")
     if (here or plain) in OF_CRITIC and not {here, plain, f"--{here or plain}"} & set(known):
         return f"; {here or plain} is an option of ppo, which trains a critic."

@@ -565,7 +565,6 @@ _TEACHER = (
 _EXTRAS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "reference": (_uses_reference, "there is no reference to push, beta=0.0 uses none"),
     "critic": (lambda args: args.has_critic, "there is no critic to push, the algorithm has none"),
-    "rollouts": (lambda args: args.log_rollouts, "there are no rollouts to push, log_rollouts=False"),
 }
 """Part of ``hub_extras`` to whether a run has it, and what to say if not."""
 

@@ -28,7 +28,7 @@ from agile_trainers.envs.base import (
     bound_step,
     reads_rows,
 )
-from agile_trainers.envs.images import ImageError, read_part
+from agile_trainers.envs.images import ImageError, as_content, read_part
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.records.plain import from_json, to_json
 from agile_trainers.types import Message, text_of
@@ -197,10 +197,7 @@ def _validate_observation(observation: Any, method: str) -> Observation:
             except ImageError as error:
                 raise EnvironmentProtocolError(f"{method} returned message {index} with a bad part: {error}") from error
             texts = [{**part, "text": plain_text(part["text"])} if "text" in part else part for part in parts]
-            # Parts of text alone are a text, which every model reads.
-            alone = all("text" in part for part in texts)
-            content = "".join(part["text"] for part in texts) if alone else texts
-            messages.append({**_plain_message({**message, "content": ""}), "content": content})
+            messages.append({**_plain_message({**message, "content": ""}), "content": as_content(texts)})
             continue
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(

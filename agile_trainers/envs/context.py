@@ -132,7 +132,7 @@ class Summary:
             observed = before[_answers(before)[-1] + 1 :]
             text = "\n\n".join(map(text_of, observed)).removesuffix(self.instruction).strip()
             *first, last = messages.prompt
-            whole = _with_text(last, f"{self.heading}\n{text_of(summary)}\n\n{text}")
+            whole = with_text(last, f"{self.heading}\n{text_of(summary)}\n\n{text}")
             shown = [{"type": "image", "image": image} for image in images_of(observed)]
             return [*first, {**whole, "content": [*parts_of(whole), *shown]} if shown else whole]
         # Without an answer there is nothing to sum up.
@@ -142,7 +142,7 @@ class Summary:
         if last["role"] != "user":
             return Question([*messages, {"role": "user", "content": self.instruction}])
         # Many templates reject two user messages in a row.
-        return Question([*messages[:-1], _with_text(last, self.instruction)])
+        return Question([*messages[:-1], with_text(last, self.instruction)])
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _check_count(value: int, name: str) -> None:
         raise ValueError(f"The {name} is {value}, expected at least 1. For the whole conversation pass history='full'.")
 
 
-def _with_text(message: Message, text: str) -> Message:
+def with_text(message: Message, text: str) -> Message:
     """Append a text to a message, after an empty line."""
     content = message["content"]
     if isinstance(content, str):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
-from agile_trainers.types import Image, Message, images_of
+import numpy as np
+
+from agile_trainers.types import Content, Image, Message, images_of
 
 MOST_PIXELS = 2**24
 """Pixels of an image, and a quarter of those of an episode, at most."""
@@ -17,8 +23,11 @@ MOST_IMAGES = 256
 """Images of an episode, at most."""
 _MOST_BYTES = 2**26
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-_DATA = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
+DATA = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+"""Beginning of an address that holds the image itself."""
 _SOURCES = ("image", "path", "url", "base64")
+_known = WeakValueDictionary[str, Image]()
+"""The images in use by their digests: agents send the same ones with every request."""
 
 
 class ImageError(ValueError):
@@ -30,8 +39,8 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         part: As transformers and TRL write it: ``{"type": "text", "text": ...}``; or ``{"type": "image", ...}`` with an
-            ``image`` (a PIL image, bytes, a path, or :class:`~agile_trainers.types.Image`), a ``path``, a ``url`` (of a
-            file, or with the data in it) or ``base64``.
+            ``image`` (a PIL image, a NumPy array, bytes, a path, or :class:`~agile_trainers.types.Image`), a ``path``, a
+            ``url`` (of a file, or with the data in it) or ``base64``.
 
     Raises:
         ImageError: If it is another part, or its image cannot be read or is too large.
@@ -52,31 +61,53 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": read_image(part[given[0]], given[0])}
 
 
+def as_content(parts: Iterable[dict[str, Any]]) -> Content:
+    """Return parts as content: texts beside each other are one, in which no special token is spelled over two, and a text
+    alone is no part.
+    """
+    found = list[dict[str, Any]]()
+    for kind, of_kind in groupby(parts, key=lambda part: part["type"]):
+        group = list(of_kind)
+        found += group if kind == "image" else [{"type": "text", "text": "".join(part["text"] for part in group)}]
+    return found if any(part["type"] == "image" for part in found) else "".join(part["text"] for part in found)
+
+
 def read_image(value: Any, source: str = "image") -> Image:
     """Read an image.
 
     Args:
-        value: A PIL image, the bytes of a file, or a path.
+        value: A PIL image, an array (height, width), with 1, 3 or 4 channels last or none, of uint8, the bytes of a file,
+            or a path.
         source: ``"image"``, ``"path"``, ``"url"`` or ``"base64"``.
+
+    Returns:
+        The image; the same object for the same bytes, as long as it is in use.
 
     Raises:
         ImageError: If it is none, cannot be decoded, has several frames, no pixels or too many.
         ImportError: If Pillow is not installed.
     """
     if isinstance(value, Image):
-        return value
+        if _known.get(value.digest) is value:
+            return value
+        value = value.data  # of an environment's own making
     try:
         import PIL.Image
     except ImportError as error:
         raise ImportError("Images in episodes need Pillow: pip install 'agile-trainers[images]'.") from error
+    if isinstance(value, np.ndarray):
+        value = _of_array(value)
     if isinstance(value, PIL.Image.Image):
         _check_size(value)
         file = BytesIO()
         value.convert("RGB").save(file, "PNG", compress_level=1)
-        return Image(file.getvalue())
+        return _shared(Image(file.getvalue()))
     data = _bytes_of(value, source)
     if len(data) > _MOST_BYTES:
         raise ImageError(f"An image has {len(data):,} bytes; expected at most {_MOST_BYTES:,}.")
+    image = Image(data)
+    if image.digest in _known:
+        return _shared(image)
     try:
         with PIL.Image.open(BytesIO(data), formats=_FORMATS) as found:
             _check_size(found)
@@ -85,7 +116,13 @@ def read_image(value: Any, source: str = "image") -> Image:
         raise
     except Exception as error:  # whatever a decoder makes of broken bytes
         raise ImageError(f"An image of {len(data):,} bytes cannot be read: {type(error).__name__}: {error}") from error
-    return Image(data)
+    return _shared(image)
+
+
+def is_image(value: Any) -> bool:
+    """Return whether an object can only be meant as an image."""
+    pillow: Any = sys.modules.get("PIL.Image")  # without which nothing is one of its images
+    return isinstance(value, Image) or (pillow is not None and isinstance(value, pillow.Image))
 
 
 def opened(image: Image) -> Any:
@@ -97,17 +134,18 @@ def opened(image: Image) -> Any:
 
 
 def check_images(messages: Sequence[Message]) -> None:
-    """Check that the images of an episode are few enough.
+    """Check that the different images of a conversation are few enough.
 
     Raises:
         ImageError: If they, or their pixels, are too many.
     """
-    images = images_of(messages)
+    images = set(images_of(messages))
     pixels = sum(width * height for width, height in map(size_of, images))
     if len(images) > MOST_IMAGES or pixels > 4 * MOST_PIXELS:
         raise ImageError(
-            f"The conversation has {len(images)} images of {pixels:,} pixels in all; expected at most {MOST_IMAGES} of "
-            f"{4 * MOST_PIXELS:,}. Show fewer, scale them down, or keep the last ones with history='images:N'."
+            f"The conversation has {len(images)} different images of {pixels:,} pixels in all; expected at most "
+            f"{MOST_IMAGES} of {4 * MOST_PIXELS:,}. Show fewer, scale them down, or keep the last ones with "
+            "history='images:N'."
         )
 
 
@@ -119,24 +157,48 @@ def size_of(image: Image) -> tuple[int, int]:
         return found.size
 
 
+def _shared(image: Image) -> Image:
+    return _known.setdefault(image.digest, image)
+
+
+def is_pixels(value: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array has the form of an image: bytes, (height, width) or with 1, 3 or 4 channels last."""
+    return value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4)))
+
+
+def _of_array(value: np.ndarray[Any, Any]) -> Any:
+    """Return the image of an array (height, width) or (height, width, channels)."""
+    import PIL.Image
+
+    if not is_pixels(value):
+        raise ImageError(
+            f"An array of shape {value.shape} and type {value.dtype} is no image; expected (height, width), or that with "
+            "1, 3 or 4 channels last, of uint8."
+        )
+    if not value.size:
+        raise ImageError(f"An array of shape {value.shape} has no pixels.")
+    return PIL.Image.fromarray(value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value)
+
+
 def _bytes_of(value: Any, source: str) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, (str, Path)):
         text = str(value)
-        encoded = text if source == "base64" else _DATA.sub("", text, count=1) if _DATA.match(text) else None
+        encoded = text if source == "base64" else DATA.sub("", text, count=1) if DATA.match(text) else None
         if encoded is not None:
             try:
                 return base64.b64decode(encoded, validate=True)
             except ValueError as error:
                 raise ImageError(f"The base64 data of an image cannot be read: {error}") from error
         path = Path(text.removeprefix("file://"))
-        if "://" not in str(text).removeprefix("file://") and path.is_file() and path.stat().st_size <= _MOST_BYTES:
-            return path.read_bytes()
+        with suppress(OSError):  # too long for a name, or not ours to read
+            if "://" not in text.removeprefix("file://") and path.is_file() and path.stat().st_size <= _MOST_BYTES:
+                return path.read_bytes()
         raise ImageError(
             f"The image {text[:80]!r} is no file of at most {_MOST_BYTES:,} bytes; addresses are not fetched."
         )
-    raise ImageError(f"An image is a PIL image, bytes or a path, not {type(value).__name__}.")
+    raise ImageError(f"An image is a PIL image, an array, bytes or a path, not {type(value).__name__}.")
 
 
 def _check_size(image: Any) -> None:
@@ -145,5 +207,5 @@ def _check_size(image: Any) -> None:
         raise ImageError(
             f"An image has {width} x {height} pixels; expected 1 to {MOST_PIXELS:,}. Scale it down: a model reads far fewer."
         )
-    if getattr(image, "n_frames", 1) > 1:
-        raise ImageError(f"An image has {image.n_frames} frames; expected one. Choose a frame.")
+    if getattr(image, "is_animated", False):  # the number of frames would take long to count
+        raise ImageError("An image has several frames; expected one. Choose a frame.")

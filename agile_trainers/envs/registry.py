@@ -23,6 +23,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, cast
 
 from agile_trainers.envs.agent import Agent, CommandAgent
@@ -279,18 +280,14 @@ def _takes(function: Callable[..., Any], positional: tuple[str, ...], kwargs: Ma
 def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
     if isinstance(make, Agent):
         return cast(EnvironmentFactory, make.with_arguments(**kwargs))
-    if not inspect.isclass(make) and hasattr(make, "reset") and hasattr(make, "step"):
+    kind, made = type(make).__name__, hasattr(make, "reset") and not isinstance(make, (type, ModuleType))
+    if made and (hasattr(make, "step") or not callable(make)):
         raise ValueError(
-            f"{name} is an environment instance; many episodes run at the same time, each on a separate instance. "
-            "Pass the class, or a function without arguments that makes an instance."
+            f"{name} is an environment instance; every episode has one of its own. Pass the class {kind}, a function "
+            f"without arguments that makes it, or trl_environment({kind}) if its methods are tools of TRL's "
+            "environment_factory."
         )
     if not callable(make):
-        kind = type(make).__name__
-        if not isinstance(make, type(inspect)) and hasattr(make, "reset"):
-            raise ValueError(
-                f"{name} is an instance; every episode has one of its own. Pass the class {kind}, or "
-                f"trl_environment({kind}) if its methods are tools of TRL's environment_factory."
-            )
         raise ValueError(
             f"{name} ({kind}) is neither an environment id nor a callable that makes one. Pass an id such as "
             "'agile:guess_number', a class, a function without arguments, or a dict of these by name."

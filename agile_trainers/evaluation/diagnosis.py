@@ -13,7 +13,7 @@ from math import atanh, inf, isnan, tanh
 from statistics import fmean
 from typing import Any
 
-from agile_trainers.evaluation.sequential import Course, Shift
+from agile_trainers.evaluation.statistics import Course, Shift
 
 BATCHES = 5
 """Values over which a condition on the episodes must hold."""
@@ -333,8 +333,8 @@ def _starts_lost(history: MetricHistory, options: Any) -> Evidence | None:
     if history.rises("success"):
         return None  # the policy may still be learning one start after the other
     return Evidence(
-        f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, and "
-        f"success stands still at {success:.0%}."
+        f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, "
+        f"and success stands still at {success:.0%}."
     )
 
 
@@ -827,8 +827,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,
-        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower learning_rate, "
-        "so that they are not given up before they are learned.",
+        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower "
+        "learning_rate, so that they are not given up before they are learned.",
         ("entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
     ),
     HealthCheck(

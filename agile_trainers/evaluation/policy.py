@@ -17,11 +17,10 @@ from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import create_model_from_path
 
-from agile_trainers.adapters import POLICY, find_adapters, load_policy
 from agile_trainers.adapters.folders import RECORD, read_record
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.loading import load_tokenizer, read_weights
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.loading import find_adapters, load_policy, load_tokenizer, read_weights
+from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.adapters.untrusted import hub_file, naming_folder
 from agile_trainers.checkpoints.disclosure import with_private
 from agile_trainers.envs.base import EnvironmentFactory
@@ -109,10 +108,6 @@ class VllmSampler:
     """
 
     def __init__(self, *, gpu_memory_utilization: float = 0.9, model_impl: str = "vllm") -> None:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization={gpu_memory_utilization} is a share of the GPU's memory. Choose one in (0, 1]."
-            )
         if (processes := PartialState().num_processes) > 1:
             raise ValueError(
                 f"An evaluation with vLLM runs in one process, got {processes}. Start it without accelerate launch, or "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -17,7 +19,18 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_in_notebook
 
-from agile_trainers.monitor.table_rows import Row, columns_of, header_line, row_line, row_values
+from agile_trainers.checkpoints.model_card import draw_curve, panels
+from agile_trainers.monitor.table_rows import (
+    Row,
+    clock,
+    columns_of,
+    header_line,
+    row_line,
+    row_values,
+    short,
+    step_text,
+    with_batch,
+)
 
 PROGRESS = ("table", "wide", "dicts")
 """Values of ``--progress``: our table, the same with all columns, or the output of transformers."""
@@ -69,6 +82,7 @@ class ProgressTable(ProgressCallback):
         self._view: View | None = None
         self._started, self._last = time.monotonic(), 0
         self._measured: dict[str, float] = {}
+        self._batch: dict[str, float] = {}
 
     def close(self) -> None:
         """End the output of a run that is over or was interrupted."""
@@ -78,7 +92,7 @@ class ProgressTable(ProgressCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
-        self._started, self._last, self._measured = time.monotonic(), state.global_step, {}
+        self._started, self._last, self._measured, self._batch = time.monotonic(), state.global_step, {}, {}
         self._view = self._open(args, state)
         if self._view is not None:
             self._view.begin(state)
@@ -93,6 +107,9 @@ class ProgressTable(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         values, name = row_values(logs or {}, wide=self._wide)
+        if values and not name:
+            values = with_batch(values, self._batch, wide=self._wide)
+            self._batch = {**values}
         view, outside = self._view, self._view is None
         if outside and name:
             view = self._open(args, state)
@@ -120,8 +137,6 @@ class ProgressTable(ProgressCallback):
         if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
             return None
         if self._console is None and is_in_notebook() and importlib.util.find_spec("IPython"):
-            from agile_trainers.monitor.notebook import LiveTable
-
             return LiveTable(self._title)
         return _Lines(self._console or Console(), self._title, wide=self._wide, bar=not args.disable_tqdm)
 
@@ -240,3 +255,136 @@ def close_tables(callbacks: CallbackHandler) -> None:
     for callback in callbacks.callbacks:
         if isinstance(callback, ProgressTable):
             callback.close()
+
+
+# -------------------------------------------------------------------------------------------------------- in a notebook
+
+
+ROWS = 20
+"""Largest number of rows that are shown, at equal distances over the run."""
+_SHARE = 1 / 20
+"""Largest share of a run's time that the display takes."""
+_SECONDS = 0.5
+"""Shortest time from one update of the display to the next."""
+
+
+class LiveTable:
+    """A table in the output of a notebook's cell.
+
+    Args:
+        title: Text above the table.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._rows = title, list[Row]()
+        self._handle: Any = None
+        self._started, self._next = time.monotonic(), 0.0
+        self._state: Any = None
+        self._is_run = False
+
+    def begin(self, state: Any) -> None:
+        """Show that a run begins."""
+        self._is_run = True
+        self._show(state)
+
+    def step(self, state: Any) -> None:
+        """Show that an optimizer step is done, unless the display was updated a moment ago."""
+        self._show(state)
+
+    def pause(self) -> None:
+        """Keep the table, since others print beside it."""
+
+    def add(self, row: Row, state: Any) -> None:
+        """Show a row, now or with the next update of the display."""
+        self._rows.append(row)
+        self._show(state)
+
+    def end(self) -> None:
+        """Show everything that was not shown yet."""
+        if self._state is not None:
+            self._next = 0.0
+            self._show(self._state, over=True)
+        self._state = None
+
+    def _show(self, state: Any, *, over: bool = False) -> None:
+        from IPython.display import display
+
+        self._state = state
+        begun = time.monotonic()
+        if begun < self._next:
+            return
+        heading = run_heading(self._title, state.global_step, state.max_steps, begun - self._started, over=over)
+        # A curve of one evaluation is a point.
+        shown = panels(state.log_history) if self._is_run else []
+        picture = draw_curve(shown) if any(len(panel.training) > 1 for panel in shown) else None
+        content = {
+            "text/html": page(heading if self._is_run else "", self._rows, picture),
+            "text/plain": plain_table(self._rows) or self._title,
+        }
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        now = time.monotonic()
+        self._next = now + max(_SECONDS, (now - begun) / _SHARE)
+
+
+def run_heading(title: str, step: int, steps: int, seconds: float, *, over: bool) -> str:
+    """Return the line above the table as HTML: a bar, the steps done, and the time since the run began.
+
+    Args:
+        title: Its first words.
+        step: Optimizer steps done.
+        steps: Optimizer steps of the run.
+        seconds: Time since the run began.
+        over: Without the bar, since the run is over or was interrupted.
+    """
+    bar = f'<progress value="{step}" max="{steps}" style="vertical-align:middle"></progress> '
+    return f"{escape(title)}: {'' if over else bar}{step} of {steps} steps, {clock(seconds)}"
+
+
+def shown_rows(rows: Sequence[Row], most: int = ROWS) -> list[Row]:
+    """Return at most ``most`` rows at equal distances, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+def table_html(rows: Sequence[Row]) -> str:
+    """Return the table of some rows as HTML; empty without rows."""
+    if not rows:
+        return ""
+    columns, shown = columns_of(rows), shown_rows(rows)
+    cell = "padding:1px 10px;text-align:right"
+    named = any(row.name for row in shown)
+
+    def line(kind: str, texts: Sequence[str]) -> str:
+        cells = [f'<{kind} style="{cell}">{escape(text)}</{kind}>' for text in texts]
+        return f"<tr>{''.join(cells)}</tr>"
+
+    lines = [line("th", ["step", "time", *columns, *([""] if named else [])])]
+    for row in shown:
+        values = [short(row.values[title]) if title in row.values else "" for title in columns]
+        lines.append(line("td", [step_text(row), clock(row.seconds), *values, *([row.name] if named else [])]))
+    table = f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{"".join(lines)}</table>'
+    if len(shown) < len(rows):
+        table += f"<div>{len(shown)} of {len(rows)} rows; trainer.state.log_history has all of them</div>"
+    return table
+
+
+def plain_table(rows: Sequence[Row]) -> str:
+    """Return the same table as lines of text, for a program that shows no HTML."""
+    columns = columns_of(rows)
+    lines = [row_line(row, columns, 80) for row in shown_rows(rows)]
+    return "\n".join([header_line(columns, rows[-1].steps, 80), *lines]) if rows else ""
+
+
+def page(heading: str, rows: Sequence[Row], picture: bytes | None) -> str:
+    """Return what a cell shows as HTML: heading, table, and the learning curve as a PNG inside the page."""
+    parts = [f"<div>{heading}</div>" if heading else "", table_html(rows)]
+    if picture is not None:
+        data = base64.b64encode(picture).decode("ascii")
+        parts.append(
+            f'<img alt="learning curve" style="width:720px;max-width:100%" src="data:image/png;base64,{data}">'
+        )
+    return f"<div>{''.join(parts)}</div>"

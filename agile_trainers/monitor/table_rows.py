@@ -19,6 +19,8 @@ _EPISODES = {
     "change": ("policy_change",),
 }
 """Columns of a run that plays episodes: title to names in the logs, the most important first."""
+_BATCH = ("success", "return", "reward", "turns", "length")
+"""Of these, the columns that are about the episodes, and the same for every update of their batch."""
 _COLUMNS = _EPISODES | {
     "zero adv.": ("zero_advantage_groups",),
     "KL": ("kl",),
@@ -74,6 +76,20 @@ def row_values(logs: Mapping[str, Any], *, wide: bool = False) -> tuple[dict[str
         if not wide:
             found = {title: value for title, value in found.items() if title in _EPISODES}
     return found, name
+
+
+def with_batch(values: dict[str, float], batch: Mapping[str, float], *, wide: bool) -> dict[str, float]:
+    """Complete the values of an update that played nothing by those of its generation batch.
+
+    Args:
+        values: By title.
+        batch: The last values of an update that did play; empty where there was none.
+        wide: With all columns.
+    """
+    if not batch or "return" in values:
+        return values
+    kept = values if wide else {title: value for title, value in values.items() if title in _EPISODES}
+    return {title: batch[title] for title in _BATCH if title in batch} | kept
 
 
 def columns_of(rows: Sequence[Row], known: Sequence[str] = ()) -> list[str]:

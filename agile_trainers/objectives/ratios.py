@@ -1,8 +1,12 @@
-"""Turn-level importance ratios as a change of variables on the log-probabilities.
+"""Turn-level importance ratios as a change of variables on the log-probabilities, and KL penalties.
 
 TRL's loss uses ``exp(logp - old_logp)`` per token. Passing ``old + pool(logp - old)`` instead of ``logp`` gives the
 turn's ratio, for every ``loss_type``, without copying the loss. With one turn, mean pooling is the sequence ratio of
 GSPO (Zheng et al., 2025, eq. 7); with a turn per token it is the token ratio.
+
+The penalties, for use in rewards and advantages, are plain log-ratios ``log pi - log ref`` of the tokens that were sampled:
+an unbiased estimate of KL(policy || reference) whose score-function gradient is the KL's own. (k3, which TRL's loss uses,
+has the same mean but would have the wrong gradient inside a reward.)
 """
 
 from __future__ import annotations
@@ -89,3 +93,44 @@ def is_clipped(
     below = (ratios < 1 - epsilon_low) & (advantages < 0)
     cut = (ratios > max(1 + epsilon_high, bound)) & (advantages < 0)
     return above | below | cut
+
+
+def turn_log_ratio(
+    log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, turns: int
+) -> torch.Tensor:
+    """Sum the log-ratios of each turn's tokens; the expectation is the turn's KL divergence.
+
+    Args:
+        log_probs: (B, T), of the policy that sampled.
+        reference: (B, T).
+        turn_ids: (B, T) int64.
+        turns: K.
+
+    Returns:
+        (B, K), 0 where no turn happened.
+    """
+    return pool_to_turns(log_probs - reference, turn_ids, turns, "sum")
+
+
+def token_kl_penalty(
+    log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, unit: str
+) -> torch.Tensor:
+    """Compute the KL penalty of each token, which ``beta`` scales and the advantage is reduced by, as a constant.
+
+    Args:
+        log_probs: (B, T), of the policy that sampled.
+        reference: (B, T).
+        turn_ids: (B, T) int64.
+        unit: What the importance ratio spans: ``"token"``, ``"turn"`` or ``"sequence"``. That is one action, whose
+            log-ratio is the sum over its tokens, and the divergence whose gradient this is: of the next token given the
+            tokens before it, of the turn given the turns before it, or of the whole episode.
+
+    Returns:
+        (B, T), 0 outside actions.
+    """
+    ratio = torch.where(turn_ids >= 0, log_probs - reference, 0.0).detach()
+    if unit == "token":
+        return ratio
+    ids = turn_ids if unit == "turn" else turn_ids.clamp(max=0)
+    turns = max(int(ids.max()) + 1, 1)
+    return spread_to_tokens(pool_to_turns(ratio, ids, turns, "sum"), ids)

@@ -22,9 +22,9 @@ from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import Plan, TrieAttention
 from agile_trainers.packing.kept_head import KeptHead, Teaching
 from agile_trainers.packing.trie import Trie, build_trie
-from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
 from agile_trainers.rollout.generators.images import Shown, reader_of
+from agile_trainers.train_batch import Paths
 
 Forward = Callable[..., Any]
 """A model's forward pass: keyword arguments to an output."""

@@ -18,9 +18,8 @@ from agile_trainers.packing.attention import BLOCK
 from agile_trainers.packing.forward import BatchImages, Forward, PackedForward, Taught, ValueReading
 from agile_trainers.packing.kept_head import KeptHead, Teaching
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
-from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import same_up_to, takes_position_ids
-from agile_trainers.train_batch import READ, Batch, order_by_length, paths_of, read_inputs, rows_read
+from agile_trainers.train_batch import READ, Batch, Paths, order_by_length, paths_of, read_inputs, rows_read
 
 logger = logging.get_logger(__name__)
 

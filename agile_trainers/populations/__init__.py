@@ -2,8 +2,8 @@
 
 from agile_trainers.populations.hyperparameters import HyperparameterConfig, Range
 from agile_trainers.populations.lineage import Lineage, LineageEvent, Round
+from agile_trainers.populations.members import Processes, split_processes
 from agile_trainers.populations.population import Population, PopulationError
-from agile_trainers.populations.processes import Processes, split_processes
 from agile_trainers.populations.selection import PBT, Halving, Score, Selection, Strategy, Successor, Tournament
 
 __all__ = [

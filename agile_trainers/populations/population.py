@@ -18,9 +18,10 @@ import numpy as np
 from huggingface_hub import CommitInfo, EvalResult
 from transformers.utils import logging
 
-from agile_trainers.adapters import CRITIC, REFERENCE, find_adapters
 from agile_trainers.adapters.folders import Fields, read_form, write_json
+from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, lora_settings
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
     ADAPTER_FILES,
@@ -40,8 +41,7 @@ from agile_trainers.checkpoints.disclosure import (
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import push_written
-from agile_trainers.checkpoints.machines import locked
-from agile_trainers.checkpoints.resumed_options import recorded_options
+from agile_trainers.checkpoints.resuming import locked, recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered
@@ -67,14 +67,15 @@ from agile_trainers.populations.members import (
     RESULT_FORM,
     Assignment,
     Fitness,
+    Processes,
     Result,
     Rounds,
     SharedBase,
+    check_alone,
     fitness_values,
     forget_checkpoints,
     lowest_fitness,
 )
-from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.selection import (
     Schedule,
     Score,
@@ -153,7 +154,7 @@ class Population:
         quantization_config: Of the base.
         peft_config: Of each member. Leave it out where ``model`` is an adapter.
         on_trainer: Called with each trainer and its member's number before it trains, for callbacks and progress.
-        processes: Of :func:`~agile_trainers.populations.processes.split_processes`, with several processes.
+        processes: Of :func:`~agile_trainers.populations.members.split_processes`, with several processes.
 
     Raises:
         ValueError: For options in which members cannot differ, or that a population cannot use.

@@ -15,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 
-from agile_trainers.adapters import POLICY, belongs_to, running
 from agile_trainers.adapters.copies import holding_weights
+from agile_trainers.adapters.roles import POLICY, belongs_to, running
 from agile_trainers.adapters.sharding import is_sharded
 
 LEFT, NOTHING = 0.01, 1e-4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +14,14 @@ from accelerate.utils import extract_model_from_parallel
 from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
-from agile_trainers.adapters import gathered_once
 from agile_trainers.adapters.fused import cast_once
 from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.sharding import gathered_once
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import UNLIMITED
-from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
-from agile_trainers.rollout.generators.versions import VersionedGenerator, Versions
+from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_row, fitting_rows
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import compute_dtype
@@ -386,3 +386,62 @@ class RolloutSampler:
             corrected=bool(args.vllm_importance_sampling_correction),
             model_type=base.config.model_type,
         )
+
+
+# ----------------------------------------------------------------------------------------------- versions of the policy
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a policy that play at the same time."""
+
+    of: Callable[[int], int]
+    """Maps an episode to its version."""
+    wanted: Callable[[], Collection[int]]
+    """Returns all of them."""
+    holding: Callable[[int], AbstractContextManager[None]]
+    """Lets the trainer's model compute with a version in a block."""
+
+
+class VersionedGenerator:
+    """A generator for each version of a policy, of which one computes at a time.
+
+    Args:
+        make: Makes the generator of a version.
+        versions: The versions, the same ones as long as this generator is used.
+        most: Number of versions that have a generator, the oldest ones. Requests of the others are left to the next
+            versioned generator. Default: no limit.
+    """
+
+    def __init__(self, make: Callable[[], Generator], versions: Versions, most: int | None = None) -> None:
+        self._make, self._versions = make, versions
+        self._computed = frozenset(sorted(versions.wanted())[:most])
+        self._generators: dict[int, Generator] = {}
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; see :class:`Generator`."""
+        version = self._versions.of(request.episode)
+        if version not in self._computed:
+            return
+        if version not in self._generators:
+            self._generators[version] = self._make()
+        self._generators[version].submit(request)
+
+    def step(self) -> list[GenerationOutput]:
+        """Make progress with the requests of every version, the oldest first."""
+        outputs: list[GenerationOutput] = []
+        for version, generator in sorted(self._generators.items()):
+            if generator.pending:
+                with self._versions.holding(version):
+                    outputs += generator.step()
+        return outputs
+
+    @property
+    def pending(self) -> int:
+        """Number of requests submitted and not yet returned, without those that are left to the next generator."""
+        return sum(generator.pending for generator in self._generators.values())
+
+    def release(self, episode: int) -> None:
+        """Forget an episode; see :class:`Generator`."""
+        for generator in self._generators.values():
+            generator.release(episode)

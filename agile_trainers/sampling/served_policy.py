@@ -13,8 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from agile_trainers.adapters import POLICY, belongs_to
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.roles import POLICY, base_model, belongs_to
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.images import reader_of
 from agile_trainers.sampling.vllm_checks import compute_dtype

@@ -24,8 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from peft import LoraConfig, PeftModel
 from transformers.utils import logging
 
-from agile_trainers.adapters import POLICY
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
 from agile_trainers.rollout.generators.images import reader_of, vllm_options

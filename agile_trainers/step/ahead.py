@@ -20,10 +20,9 @@ from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.generators.versions import Versions
 from agile_trainers.rollout.replay import RecordedEpisode
 from agile_trainers.rollout.rollout import Rollout
-from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.sampling.sampler import RolloutSampler, Versions
 from agile_trainers.step.draws import Drawn
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.types import Trajectory

@@ -14,13 +14,19 @@ from accelerate import Accelerator
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.objectives.drift import DECISION
-from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
+from agile_trainers.objectives.ratios import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.step.credit import Credit, CreditAssignment, Judged
 from agile_trainers.step.critic import Critic, CriticValues, NoCritic
-from agile_trainers.step.drift import corrected_drift, mismatch_weights, weights_of_turns
 from agile_trainers.step.dropout import is_noisy
-from agile_trainers.step.log_probs import BatchLogProbs, LogProbPasses, Models
+from agile_trainers.step.log_probs import (
+    BatchLogProbs,
+    LogProbPasses,
+    Models,
+    corrected_drift,
+    mismatch_weights,
+    weights_of_turns,
+)
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import Teacher
 from agile_trainers.train_batch import TrainBatch, own_rows

@@ -15,20 +15,12 @@ from peft import PeftModel
 from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 
-from agile_trainers.adapters import (
-    CRITIC,
-    POLICY,
-    SavedAdapters,
-    belongs_to,
-    restore_adapter,
-    start_critic,
-    unfreeze,
-)
+from agile_trainers.adapters.loading import SavedAdapters, restore_adapter, start_critic
+from agile_trainers.adapters.roles import CRITIC, POLICY, belongs_to, unfreeze
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
-from agile_trainers.objectives.returns import token_gae
+from agile_trainers.objectives.returns import token_gae, value_errors
 from agile_trainers.objectives.segments import first_tokens, pool_to_turns, spread_to_tokens, turn_lengths
-from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import Credit, CreditInputs, own_turns

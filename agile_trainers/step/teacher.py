@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from trl.models.utils import disable_gradient_checkpointing
 
-from agile_trainers.adapters import TEACHER, running
+from agile_trainers.adapters.roles import TEACHER, running
 from agile_trainers.objectives.distillation import (
     FORWARD,
     SAMPLED,

@@ -19,8 +19,7 @@ from transformers.utils import logging
 from agile_trainers.objectives.distillation import RETURN_TO_GO
 from agile_trainers.packing.packer import Packer
 from agile_trainers.packing.trie import shared_prefixes
-from agile_trainers.paths import Paths
-from agile_trainers.train_batch import READ, Batch, Pass, TrainBatch, paths_of, rows_read
+from agile_trainers.train_batch import READ, Batch, Pass, Paths, TrainBatch, paths_of, rows_read
 
 logger = logging.get_logger(__name__)
 

@@ -1,10 +1,12 @@
-"""Checks the kinds of a trainer's arguments and its folders, before anything is loaded."""
+"""Checks the kinds of a trainer's arguments and its folders, and loads the adapter that it continues."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,24 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
-from agile_trainers.adapters.loading import CONFIG, OnBase, check_model
+from agile_trainers.adapters.loading import (
+    CONFIG,
+    OnBase,
+    SavedAdapters,
+    check_model,
+    find_adapters,
+    load_policy,
+    load_tokenizer,
+)
+from agile_trainers.adapters.lora_settings import explaining_scope, plain_copies
+from agile_trainers.adapters.roles import REFERENCE
+from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.config.rules import ITSELF
 from agile_trainers.imports import nearest
@@ -80,19 +95,6 @@ def check_argument_names(trainer: type[Any], given: Collection[str]) -> None:
             raise TypeError(f"{trainer.__name__} has no argument {name!r}{meant(name, list(parameters)) or '.'}")
 
 
-def check_order(reward_funcs: Any) -> None:
-    """Reject a configuration in the place of the reward functions, the second argument.
-
-    Raises:
-        TypeError: For a configuration.
-    """
-    if isinstance(reward_funcs, TrainingArguments):
-        raise TypeError(
-            f"reward_funcs, the second argument, is a {type(reward_funcs).__name__}. Pass the configuration by name: "
-            "args=..."
-        )
-
-
 def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Mapping[str, Any]) -> None:
     """Reject arguments of the wrong kind, and an ``output_dir`` that cannot be one.
 
@@ -105,8 +107,7 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     Raises:
         TypeError: For an argument of the wrong kind.
         ValueError: For an argument that an environment replaces, a model that cannot be found or has an adapter already, a
-            tokenizer without an end of turn, a reward function that cannot be found, or an ``output_dir`` that is a file or
-            the model's own folder.
+            tokenizer without an end of turn, or an ``output_dir`` that is a file or the model's own folder.
     """
     config = trainer.config_class
     if not isinstance(args, config):
@@ -128,7 +129,6 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     if args.teacher not in (None, ITSELF):
         check_model(args.teacher, option="teacher")
     _check_one_adapter(model, given["peft_config"])
-    _check_rewards(given["reward_funcs"])
     tokenizer = given["processing_class"]
     if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise ValueError(
@@ -209,7 +209,13 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
-def _check_rewards(reward_funcs: Any) -> None:
+def check_reward_functions(reward_funcs: Any) -> None:
+    """Reject reward functions that are none.
+
+    Raises:
+        TypeError: For anything else, such as a configuration in the place of the second argument.
+        ValueError: For the name of a reward model that cannot be found.
+    """
     several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     for function in several if reward_funcs is not None else []:
         if isinstance(function, str):
@@ -223,5 +229,84 @@ def _check_rewards(reward_funcs: Any) -> None:
         elif not callable(function):
             raise TypeError(
                 "reward_funcs must be a function, the name of a reward model, or a list of these; got "
-                f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each."
+                f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each. A "
+                "configuration is args=..."
             )
+
+
+# ------------------------------------------------------------------------------------- the adapter that a run continues
+
+
+logger = logging.get_logger(__name__)
+
+
+def has_adapter(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a trainer with these arguments trains an adapter."""
+    return arguments["peft_config"] is not None or isinstance(arguments["model"], PeftModel)
+
+
+def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAdapters | None]:
+    """Load the adapter that ``model`` names, if any, as the trainable policy.
+
+    Only weights are loaded. Optimizer, learning rate and sampling settings are the new configuration's.
+
+    Args:
+        arguments: Those of TRL's constructor, by name.
+
+    Returns:
+        The arguments with the loaded policy, and the saved adapters that it is from.
+
+    Raises:
+        ValueError: If the adapter cannot be continued as asked for, or an option needs one and there is none.
+    """
+    source, args, peft_config = arguments["model"], arguments["args"], arguments["peft_config"]
+    quantization, init = arguments["quantization_config"], dict(args.model_init_kwargs or {})
+    # TRL's own configuration, without an environment, has none of these options.
+    merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
+    saved = find_adapters(source, init.pop("revision", None)) if isinstance(source, str) else None
+    base = None
+    if isinstance(source, OnBase):
+        saved, base = source.adapters, source.base
+    if merge and (saved is None or peft_config is None):
+        raise ValueError(
+            "merge_lora_configs=True merges `peft_config` with the adapter that `model` is a folder or Hub id of; got "
+            f"model={source!r}, peft_config={peft_config!r}."
+        )
+    if keep and (saved is None or REFERENCE not in saved.folders):
+        raise ValueError(
+            f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
+            f"{source!r}. Leave it unset; the reference is then the loaded policy."
+        )
+    if saved is None:
+        return dict(arguments), None
+    if quantization is not None:
+        init["quantization_config"] = quantization
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        init["device_map"] = None  # as TRL does
+    init.setdefault("trust_remote_code", args.trust_remote_code)
+    zero3 = is_zero3(args.deepspeed_plugin) and quantization is None
+    model = load_policy(
+        saved,
+        base=base,
+        peft_config=peft_config,
+        merge_lora_configs=merge,
+        seed=args.seed,
+        autocast_adapter_dtype=not zero3,
+        **init,
+    )
+    logger.info("Continuing the adapter of %s on %s.", saved.source, saved.config.base_model_name_or_path)
+    args = copy.copy(args)
+    args.model_init_kwargs = None  # already used; TRL would warn that it ignores them
+    tokenizer = arguments["processing_class"] or load_tokenizer(saved, args.trust_remote_code)
+    loaded = {"model": model, "args": args, "processing_class": tokenizer}
+    return {**arguments, **loaded, "quantization_config": None, "peft_config": None}, saved
+
+
+@contextmanager
+def loading_policy(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Explain the errors of TRL's constructor inside the block, and let it copy adapters as they are."""
+    model = arguments["model"]
+    named = naming_folder(model if isinstance(model, str) else None, within=LOADERS)
+    scope = explaining_scope(getattr(arguments["args"], "lora_target_scope", None))
+    with scope, plain_copies(model), named:
+        yield

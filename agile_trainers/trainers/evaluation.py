@@ -15,8 +15,8 @@ from transformers import SchedulerType
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.evaluation.results import evaluation_episodes, gather_evaluation, in_order
 from agile_trainers.imports import nearest
-from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.reporting import evaluation_summary
+from agile_trainers.monitor.rollout_log import Evaluated
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import Mixture, preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler

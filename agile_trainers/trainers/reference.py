@@ -12,17 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from agile_trainers.adapters import (
-    POLICY,
-    REFERENCE,
-    SavedAdapters,
-    add_reference,
-    assign_parameter,
-    copy_adapter,
-    load_frozen,
-    restore_adapter,
-    starts_elsewhere,
-)
+from agile_trainers.adapters.copies import add_reference, copy_adapter
+from agile_trainers.adapters.loading import SavedAdapters, load_frozen, restore_adapter
+from agile_trainers.adapters.lora_settings import starts_elsewhere
+from agile_trainers.adapters.roles import POLICY, REFERENCE
+from agile_trainers.adapters.sharding import assign_parameter
 from agile_trainers.step.log_probs import Models
 
 _WEIGHTS = "model.safetensors"

@@ -21,9 +21,10 @@ from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
-from agile_trainers.adapters import SavedAdapters, check_repeatable, within_scope
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.loading import SavedAdapters
+from agile_trainers.adapters.lora_settings import check_repeatable, within_scope
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
 from agile_trainers.checkpoints.stopping import GracefulStop

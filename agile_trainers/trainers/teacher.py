@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-from agile_trainers.adapters import POLICY, TEACHER, find_adapters, load_frozen
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.adapters.loading import find_adapters, load_frozen, load_tokenizer
 from agile_trainers.adapters.lora_settings import changes_base
-from agile_trainers.adapters.roles import base_model
+from agile_trainers.adapters.roles import POLICY, TEACHER, base_model
 from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.config.rules import ITSELF
 from agile_trainers.objectives.distillation import SAMPLED

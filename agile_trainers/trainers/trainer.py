@@ -21,30 +21,24 @@ from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import (
-    POLICY,
-    check_adapter,
-    gathering_adapters,
-    parent_of,
-    restore_left_out,
-    running,
-    without_teacher,
-)
 from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
+from agile_trainers.adapters.loading import parent_of, restore_left_out
+from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teacher
+from agile_trainers.adapters.sharding import gathering_adapters
 from agile_trainers.adapters.untrusted import RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
 from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import step_of
 from agile_trainers.checkpoints.model_card import RunCards
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options
+from agile_trainers.checkpoints.resuming import apply_options, optimizer_options
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries.trl_tools import from_environment_factory
-from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
+from agile_trainers.monitor.rollout_log import Evaluated, completions_table
 from agile_trainers.packing.packer import batch_images, kept_of
 from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
@@ -56,9 +50,15 @@ from agile_trainers.step.teacher import Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
 from agile_trainers.trainers import setup as construction
-from agile_trainers.trainers.arguments import check_argument_names, check_order, named_model
+from agile_trainers.trainers.arguments import (
+    check_argument_names,
+    check_reward_functions,
+    has_adapter,
+    load_adapter,
+    loading_policy,
+    named_model,
+)
 from agile_trainers.trainers.evaluation import conversations, kept_columns, rows_of
-from agile_trainers.trainers.load_adapter import has_adapter, load_adapter, loading_policy
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -182,7 +182,7 @@ class MultiTurnTrainer(_Trainer):
         self._resources = ExitStack()
         self.updates, self.hub = Updates(self), HubPushes(self)
         self._resources.callback(self.hub.close)
-        check_order(reward_funcs)
+        check_reward_functions(reward_funcs)
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)

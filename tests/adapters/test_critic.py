@@ -11,8 +11,9 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from agile_trainers.adapters import CRITIC, POLICY, add_critic, add_value_head, unfreeze
+from agile_trainers.adapters.critic import add_critic, add_value_head
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.roles import CRITIC, POLICY, unfreeze
 
 SCALE = 2.0  # lora_alpha / r
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

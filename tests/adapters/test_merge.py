@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.adapters import find_adapters, load_policy
+from agile_trainers.adapters.loading import find_adapters, load_policy
 from agile_trainers.adapters.lora_settings import differing_settings, layers, merged_config
 
 IDS = torch.arange(3, 43).view(2, 20)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer, make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
+from agile_trainers.rollout.chat.template_check import SpecialTokenEscaper
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest

@@ -30,7 +30,8 @@ class Options:
 
 
 HEALTHY: dict[str, float] = {
-    "success": 0.4, "groups_without_success": 0.05, "advantage/zero": 0.2, "return/mean": 0.4, "return/std": 0.5, "return/min": 0.0, "return/max": 1.0,
+    "success": 0.4, "groups_without_success": 0.05,
+    "advantage/zero": 0.2, "return/mean": 0.4, "return/std": 0.5, "return/min": 0.0, "return/max": 1.0,
     "entropy": 1.0, "answers_cut": 0.05, "return/answers_cut": 0.0, "stop/truncated": 0.0, "stop/max_turns": 0.1,
     "stop/context_full": 0.0, "stop/environment_error": 0.0, "stop/environment_timeout": 0.0,
     "groups_with_different_starts": 0.0, "clip_ratio/region_mean": 0.02,

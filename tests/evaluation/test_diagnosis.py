@@ -474,7 +474,7 @@ def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:
     assert diagnosis.look(6 + QUIET, HEALTHY)
 
 
-@pytest.mark.parametrize("cut", range(1, 40, 6))
+@pytest.mark.parametrize("cut", [1, 13, 31])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(cut: int) -> None:
     for case, (expected, planted, options) in PLANTED.items():
         first = Diagnosis(options)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from agile_trainers.evaluation.sequential import ALPHA, BLOCK, PREFIX, Course, tail
+from agile_trainers.evaluation.statistics import ALPHA, BLOCK, PREFIX, Course, tail
 
 T_QUANTILES = {(1e-3, 5): 5.8934, (1e-4, 10): 5.6938, (0.05, 3): 2.3534}
 """Upper quantiles of Student's t from tables, by probability and degrees of freedom."""

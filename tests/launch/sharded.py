@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from agile_trainers.adapters import restore_adapter
+from agile_trainers.adapters.loading import restore_adapter
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 EPISODES, PROCESSES = 8, int(os.environ["WORLD_SIZE"])

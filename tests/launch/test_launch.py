@@ -17,7 +17,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.adapters import CRITIC, REFERENCE, add_value_head
+from agile_trainers.adapters.critic import add_value_head
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 
 pytestmark = pytest.mark.launch
 CASES = ("grpo", "grpo-full", "reinforce", "reinforce-full", "ppo")

@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from agile_trainers.objectives.returns import discounted_returns, gae, token_gae
-from agile_trainers.objectives.value_loss import explained_variance, value_errors
+from agile_trainers.objectives.returns import discounted_returns, explained_variance, gae, token_gae, value_errors
 
 # Three episodes of unequal length. The first ended by itself after 3 turns, the second was cut short after 2 and its
 # final state is worth 4, the third ended after 1. gamma 0.5, lambda 0.5, so gamma * lambda = 0.25.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
+from agile_trainers.objectives.ratios import token_kl_penalty, turn_log_ratio
 
 # Two turns of two and one tokens with an observation between; the second episode has one turn and padding.
 TURN_IDS = torch.tensor([[0, 0, -1, 1], [0, -1, -1, -1]])

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 from peft import LoraConfig
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo.command import Budget, make_sft_trainer, make_trainer
+from agile_trainers.cli.demo import Budget, make_sft_trainer, make_trainer
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 

@@ -31,7 +31,8 @@ def arguments(algorithm: str, output_dir: Path | str, **changes: Any) -> Any:
     """Quick, exact settings: fp32 on CPU, two optimizer steps of eight episodes each."""
     settings: dict[str, Any] = {
         "output_dir": str(output_dir), "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "max_turns": 2,
-        "max_new_tokens": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 2,
+        "max_new_tokens": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_iterations": 1,
+        "max_steps": 2,
         "learning_rate": 1e-2, "num_eval_episodes": 6, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "seed": 3, "log_rollouts": False,
     }  # fmt: skip

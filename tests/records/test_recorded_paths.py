@@ -10,14 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from agile_trainers.checkpoints.disclosure import disclose
 from agile_trainers.records.reader import RecordsError, open_records, read_records
 from agile_trainers.records.schema import ADDED, EPISODE, TURN, packed_paths, path_ids, path_lengths
-from agile_trainers.records.writer import RecordWriter, episode_row, write_episodes
+from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import StopReason, Trajectory, Turn
-
-TOKEN = "hf_" + "abcdefghij" * 3 + "abcd"
 
 
 def asked_again() -> Trajectory:
@@ -155,24 +152,3 @@ def test_paths_of_another_type_are_named(tmp_path: Path) -> None:
     pq.write_table(other, path)
     with pytest.raises(RecordsError, match="column 'turns' is list<"):
         open_records(path)[0].index()
-
-
-# -------------------------------------------------------------------------------------------------------- publishing
-
-
-@pytest.mark.parametrize("where", ["messages", "fork"])
-def test_a_secret_of_a_prompt_does_not_leave(where: str, tmp_path: Path) -> None:
-    """It is masked in the text, and the paths, whose tokens spell it, are left out."""
-    episode = asked_again()
-    if where == "messages":
-        episode.turns[2].messages = [{"role": "user", "content": TOKEN}]
-    else:
-        episode.turns[2].fork = TOKEN
-    writer = RecordWriter(tmp_path, {"run": "a"})
-    path = writer.write_train(0, [episode_row(episode)])
-    text = disclose(tmp_path, episodes=True)
-    assert text is not None and text.masked == 1
-    (found,) = read_records(path)
-    assert found["paths"] is found["prompt_ids"] is None or not found["prompt_ids"]
-    assert found["paths"] is None and TOKEN not in str(found) and TOKEN.encode() not in path.read_bytes()
-    assert found["turns"][3]["parent"] == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agile_trainers.cli.check.sections import _longest, _parts
-from agile_trainers.monitor.evaluation_table import shown_messages
+from agile_trainers.monitor.rollout_log import shown_messages
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.step.reward import reward_inputs

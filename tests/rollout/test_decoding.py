@@ -25,9 +25,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
-from agile_trainers.rollout.generators.transformers.attention import IMPLEMENTATION, attend
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
-from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
+from agile_trainers.rollout.generators.transformers.generator import IMPLEMENTATION, attend
+from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_row, fitting_rows
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from agile_trainers.paths import Paths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.train_batch import Paths
 from agile_trainers.types import NO_TURN, StopReason, Trajectory, Turn, path_nodes
 
 

@@ -524,17 +524,16 @@ def test_scripted_latency_orders_the_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "latency", "message"),
+    ("script", "message"),
     [
-        (lambda r: [], 1, "episode 0 with 0 ids"),
-        (lambda r: GenerationOutput(0, [1, 2], [0.0], "stop"), 1, "2 ids and 1 log-probabilities"),
-        (lambda r: GenerationOutput(5, [1], [0.0], "stop"), 1, "with episode 5"),
-        (lambda r: [1], 0, "`latency` is 0"),
+        (lambda r: [], "episode 0 with 0 ids"),
+        (lambda r: GenerationOutput(0, [1, 2], [0.0], "stop"), "2 ids and 1 log-probabilities"),
+        (lambda r: GenerationOutput(5, [1], [0.0], "stop"), "with episode 5"),
     ],
 )
-def test_scripted_mistakes_are_refused(script: Callable[..., object], latency: int, message: str) -> None:
+def test_scripted_mistakes_are_refused(script: Callable[..., object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ScriptedGenerator(script, latency).submit(request(0))
+        ScriptedGenerator(script).submit(request(0))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "scripted"])

@@ -7,10 +7,11 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import hostile_images
+import numpy as np
 import pytest
 import torch
 
@@ -282,26 +283,15 @@ def test_without_a_processor_an_image_costs_its_episode() -> None:
     assert "pass its processor" in episode.error
 
 
-def _file(kind: str, **options: Any) -> bytes:
-    file = BytesIO()
-    noise(0).save(file, kind, **options)
-    return file.getvalue()
-
-
-def _bomb() -> bytes:
-    """A PNG of ten gigapixels in its header."""
-    data = bytearray(_file("PNG"))
-    data[16:24] = (100_000).to_bytes(4, "big") * 2
-    return bytes(data)
-
-
 HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
-    "huge": (lambda: noise(0).resize((5000, 5000)), f"5000 x 5000 pixels; expected 1 to {MOST_PIXELS:,}"),
-    "broken": (lambda: _file("PNG")[:60], "cannot be read"),
-    "no image": (lambda: b"hello", "cannot be read"),
-    "zero-sized": (lambda: noise(0).crop((0, 0, 0, 5)), "0 x 5 pixels"),
-    "animated": (lambda: _file("GIF", save_all=True, append_images=[noise(1), noise(2)]), "3 frames"),
-    "bomb": (_bomb, "cannot be read|100000 x 100000 pixels"),
+    **hostile_images.HOSTILE,
+    "huge, open": (lambda: noise(0).resize((5000, 5000)), f"5000 x 5000 pixels; expected 1 to {MOST_PIXELS:,}"),
+    "zero-sized, open": (lambda: noise(0).crop((0, 0, 0, 5)), "0 x 5 pixels"),
+    "made by hand": (lambda: Image(b"hello"), "cannot be read"),
+    "a row of pixels": (lambda: np.zeros((5, 3), dtype=np.uint8)[:0], "no pixels"),
+    "two channels": (lambda: np.zeros((5, 5, 2), dtype=np.uint8), "shape .5, 5, 2. and type uint8 is no image"),
+    "numbers": (lambda: np.zeros((5, 5)), "type float64 is no image"),
+    "a long name": (lambda: "x" * 10_000, "is no file"),
     "elsewhere": (lambda: "https://example.com/image.png", "addresses are not fetched"),
     "missing": (lambda: "/no/such/file.png", "is no file"),
     "a number": (lambda: 7, "not int"),
@@ -326,7 +316,7 @@ def test_images_of_an_episode_are_limited(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(images, "MOST_IMAGES", 2)
     episode = scripted("idefics3", "7")
     assert (episode.stop_reason, len(episode.turns)) == (StopReason.ENVIRONMENT_ERROR, 1)
-    assert "The conversation has 3 images of" in episode.error
+    assert "The conversation has 3 different images of" in episode.error
     monkeypatch.undo()
     monkeypatch.setattr(images, "MOST_PIXELS", 40 * 56)
     episode = scripted("idefics3", "7", max_turns=20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.rollout.generators.transformers.sampling import Sampler, draw_tokens
+from agile_trainers.rollout.generators.transformers.decoding import Sampler, draw_tokens
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 

@@ -10,8 +10,8 @@ from checkpointed_runs import SAVING, make
 from enumerated import Table
 from trl import GRPOTrainer
 
-from agile_trainers.checkpoints import machines, stopping
 from agile_trainers.checkpoints import record as checkpoint_module
+from agile_trainers.checkpoints import resuming, stopping
 from agile_trainers.monitor import nonfinite
 from agile_trainers.trainers import trainer
 
@@ -20,7 +20,7 @@ from agile_trainers.trainers import trainer
 def warned(monkeypatch) -> list[str]:
     messages: list[str] = []
     record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
-    for module in (checkpoint_module, trainer, stopping, nonfinite, machines):
+    for module in (checkpoint_module, trainer, stopping, nonfinite, resuming):
         monkeypatch.setattr(module.logger, "warning", record)
     return messages
 

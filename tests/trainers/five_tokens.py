@@ -15,7 +15,7 @@ from agile_trainers.packing.forward import PackedForward
 from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.generators import SamplingSettings
-from agile_trainers.rollout.generators.transformers.sampling import Sampler
+from agile_trainers.rollout.generators.transformers.decoding import Sampler
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
 

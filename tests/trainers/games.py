@@ -103,6 +103,7 @@ def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
         # Common bytes, so that an untrained model's turns have many lengths.
         "stop_strings": list("aeiou01234 !"),
         "num_generations": 4,
+        "num_iterations": 1,
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,
         "max_steps": 1,

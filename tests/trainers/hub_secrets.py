@@ -98,10 +98,8 @@ def files(model: Path, output: Path) -> None:
 if __name__ == "__main__":
     model, output = map(Path, sys.argv[1:])
     os.environ.update({name.upper(): value for name, value in SECRETS.items()})
-    parts = os.environ.get("PARTS", "plain episodes files").split()
+    parts = os.environ.get("PARTS", "plain files").split()
     if "plain" in parts:
         run(model, output / "plain", hub_strategy="all_checkpoints")
-    if "episodes" in parts:
-        run(model, output / "episodes", hub_strategy="every_save", hub_extras=["rollouts"])
     if "files" in parts:
         files(model, output)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from games import end_process
 
 from agile_trainers.adapters.folders import CheckpointError
-from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
+from agile_trainers.checkpoints.resuming import agreed_step, check_storage, on_each_disk
 
 
 def said(function: Any, *arguments: Any, **options: Any) -> Any:

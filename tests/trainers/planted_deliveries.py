@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from agile_trainers.adapters import POLICY, belongs_to, running
 from agile_trainers.adapters.copies import holding_weights
+from agile_trainers.adapters.roles import POLICY, belongs_to, running
 from agile_trainers.sampling import delivery, mismatch
 
 Weights = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ppo_games import make_ppo
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.adapters import POLICY, REFERENCE
 from agile_trainers.adapters.folders import CheckpointError
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 

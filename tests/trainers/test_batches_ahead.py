@@ -20,8 +20,8 @@ from scripted_runs import by_script, said, sampling_with, watched
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.checkpoints.integrity import MARKER, mark_complete
-from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
+from agile_trainers.sampling.sampler import VersionedGenerator
 from agile_trainers.step.ahead import RowOrder
 
 ROWS = {"environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(12))})}

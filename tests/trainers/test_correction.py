@@ -26,7 +26,7 @@ from games import draw_batch, loss_and_gradients, make_trainer
 from games import relative_error as relative_error_of
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.rollout.generators.transformers.sampling import Sampler
+from agile_trainers.rollout.generators.transformers.decoding import Sampler
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.log_probs import BatchLogProbs
 

@@ -317,11 +317,10 @@ def test_hyperparameters_are_what_was_chosen(tmp_path):
 @pytest.mark.parametrize(
     "extras, changes, named",
     [
-        (["optimizer"], {}, "must be among 'reference', 'critic', 'rollouts', got 'optimizer'"),
+        (["optimizer"], {}, "must be among 'reference', 'critic', got 'optimizer'"),
         (["critic"], {}, "there is no critic to push"),
         (["reference"], {}, r"reference.*beta=0\.0"),
         (["reference"], {"beta": 0.1}, "reference.*frozen base model"),
-        (["rollouts"], {"log_rollouts": False}, "there are no rollouts to push"),
     ],
 )
 def test_extras_that_are_not_there_are_refused(embedded_model, tmp_path, extras, changes, named):

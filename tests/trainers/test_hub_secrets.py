@@ -17,11 +17,6 @@ from transformers import AutoTokenizer
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.checkpoints.integrity import check_complete
 
-TEXT = {
-    "error", "environment", "prompt", "reset_info", "row", "turns", "prompt_ids", "completion_ids",
-}  # fmt: skip
-"""Columns of episodes with their text."""
-
 
 def pushes(hub: Hub, model: Path, folder: Path, parts: str) -> str:
     script = Path(__file__).with_name("hub_secrets.py")
@@ -60,20 +55,6 @@ def test_a_push_of_checkpoints_holds_no_secret(embedded_model: Path, tmp_path: P
         elsewhere.train(resume_from_checkpoint=str(inside))
     with pytest.raises(CheckpointError, match="another run"):
         elsewhere.train(resume_from_checkpoint=str(after))
-
-
-@pytest.mark.slow
-def test_pushed_episodes_hold_secrets_in_their_text_alone(embedded_model: Path, tmp_path: Path) -> None:
-    """Secrets of known forms and names are masked in it; the push counts them, and says that text is included."""
-    with running_hub() as hub:
-        said = pushes(hub, embedded_model, tmp_path, "episodes")
-        files = pushed_files(hub, "tester/episodes")
-    found = found_in(files, AutoTokenizer.from_pretrained(embedded_model))
-    assert {place for name, place, _ in found} <= TEXT
-    assert all(name.startswith("rollouts/") and name.endswith(".parquet") for name, _, _ in found)
-    left = {secret for _, _, secret in found}
-    assert left <= {"words", "unicode", "key", "keys", "session", "pin_code", "seed_phrase", "otp", "license", "dsn"}
-    assert "The push to tester/episodes includes" in said and "secrets of a known form are masked" in said
 
 
 @pytest.mark.slow

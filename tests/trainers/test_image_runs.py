@@ -11,17 +11,16 @@ import pytest
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
+from image_episodes import native_inputs, native_log_probs, saved
 from ppo_games import make_ppo, wake
 from several_processes import launch
 from transformers import AutoProcessor
 from trl.trainer.utils import use_adapter
 
-from agile_trainers.envs.images import opened
 from agile_trainers.trainers.setup import prepare_images
-from agile_trainers.types import Trajectory, images_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from image_models import Gallery, make_image_model
+from image_models import Gallery
 
 KINDS = ["idefics3", "qwen2_vl", "qwen3_vl"]
 """One with positions of one axis, one of three, one that adds to later layers too."""
@@ -34,30 +33,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in KINDS:
         if name.startswith("qwen"):
             pytest.importorskip("torchvision")
-        made[name] = tmp_path_factory.mktemp(name)
-        model, processor = make_image_model(name)
-        model.save_pretrained(made[name])
-        processor.save_pretrained(made[name])
+        made[name] = saved(name, tmp_path_factory.mktemp(name))
     return made
-
-
-def native_inputs(processor: Any, episode: Trajectory) -> dict[str, Any]:
-    """What the model's own forward pass takes for a whole episode: its ids, and pixels."""
-    shown = [*episode.prompt, *episode.messages[:-1]]
-    text = processor.apply_chat_template(shown, tokenize=False)
-    images = [opened(image) for image in images_of(shown)]
-    inputs = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
-    del inputs["attention_mask"]
-    inputs["input_ids"] = torch.tensor([[*episode.prompt_ids, *episode.completion_ids]])
-    if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).long()
-    return inputs
-
-
-def native_log_probs(model: Any, processor: Any, episode: Trajectory) -> torch.Tensor:
-    """Log-probs (T,) of a completion by transformers' own forward pass, from pixels, without padding."""
-    logits = model(**native_inputs(processor, episode)).logits[0, len(episode.prompt_ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(episode.completion_ids)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 
-from agile_trainers.objectives.kl import token_kl_penalty
+from agile_trainers.objectives.ratios import token_kl_penalty
 
 # One path each, no filters, no images.
 ABSENT = ("path_ids", "path_lengths", "places", "kept_words", "kept_sizes", "image_features", "image_places")

@@ -23,7 +23,7 @@ from agile_trainers.objectives.kept_sets import without
 from agile_trainers.packing import attention
 from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
-from agile_trainers.rollout.generators.transformers.memory import bytes_per_row
+from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_row
 from agile_trainers.types import Trajectory
 
 

@@ -24,8 +24,7 @@ from transformers import (
 
 from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, ProgressTable
 from agile_trainers.monitor import health_checks
-from agile_trainers.monitor.notebook import ROWS, LiveTable, page, plain_table, shown_rows, table_html
-from agile_trainers.monitor.progress import showing
+from agile_trainers.monitor.progress import ROWS, LiveTable, page, plain_table, showing, shown_rows, table_html
 from agile_trainers.monitor.table_rows import Row, clock, row_values, short
 
 LOGS: list[dict[str, Any]] = [

@@ -14,7 +14,8 @@ from peft.utils.integrations import dequantize_bnb_weight
 from ppo_games import make_ppo
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from agile_trainers.adapters import CRITIC, add_value_head
+from agile_trainers.adapters.critic import add_value_head
+from agile_trainers.adapters.roles import CRITIC
 
 bitsandbytes = pytest.importorskip(
     "bitsandbytes", reason="needs bitsandbytes: pip install 'agile-trainers[quantization]'"

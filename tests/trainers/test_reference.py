@@ -7,7 +7,8 @@ import torch
 from games import draw_batch, loss_and_gradients, make_trainer
 from peft import LoraConfig
 
-from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter
+from agile_trainers.adapters.copies import copy_adapter
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 
 KINDS = {"lora": {"lora": True, "reference_adapter": True}, "full": {"lora": False}}
 

@@ -19,8 +19,7 @@ from games import Chatter
 from agile_trainers import MultiTurnPPOTrainer
 from agile_trainers.adapters.folders import RECORD, CheckpointError
 from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
-from agile_trainers.checkpoints.machines import LOCK, OutputDirInUseError, locked
-from agile_trainers.checkpoints.resumed_options import compare_options
+from agile_trainers.checkpoints.resuming import LOCK, OutputDirInUseError, compare_options, locked
 from agile_trainers.envs.registry import describe_environment, make_environment_factory
 
 
@@ -192,7 +191,7 @@ def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from agile_trainers.checkpoints.machines import locked
+from agile_trainers.checkpoints.resuming import locked
 
 with locked(Path(sys.argv[1])):
     print("held", flush=True)

@@ -36,9 +36,7 @@ from agile_trainers.checkpoints.model_card import hyperparameters, model_card
 from agile_trainers.envs.registry import environment_factories, make_environment_factory
 from agile_trainers.evaluation.policy import recorded_settings
 from agile_trainers.populations.lineage import Lineage
-from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agile_trainers.types import StopReason, Trajectory, Turn
 
 TOKEN = "hf_" + "secret" * 6
 PLAIN = "plain-passphrase"
@@ -254,33 +252,12 @@ def test_a_long_text_is_masked_in_linear_time(text: str) -> None:
     assert mask(f"{long} {TOKEN} {long}") == (f"{long} *** {long}", 1)
 
 
-def test_a_checkpoint_whose_episodes_held_a_secret_leaves_without_their_tensors(tmp_path: Path) -> None:
-    """Token ids spell what is masked in the text, and the diagnosis quotes it."""
-    rollout = tmp_path / "rollout"
-    rollout.mkdir()
-    for spoken, kept in (("hello", True), (TOKEN, False)):
-        played = Trajectory([1], [2], [-1.0], [Turn(0, 1, spoken, "stop", 1.0, "", {})], StopReason.TERMINATED, [])
-        write_episodes(rollout / "rank-0.parquet", [episode_row(played, phase="train", generation=0)])
-        (rollout / "rank-0.safetensors").write_bytes(b"ids")
-        (rollout / "position.json").write_text(json.dumps({"position": 1, "watch": {"said": spoken}, "tasks": {}}))
-        text = disclose(tmp_path, episodes=True)
-        assert text is not None and text.masked == (not kept)
-        assert (rollout / "rank-0.safetensors").exists() is kept and (rollout / "rank-0.parquet").exists() is kept
-        assert read_json(rollout / "position.json")["watch"] == ({"said": spoken} if kept else {})
-
-
-def test_of_a_runs_files_the_listed_fields_leave(tmp_path: Path) -> None:
-    run = tmp_path / "rollouts" / "a"
-    run.mkdir(parents=True)
-    write_json(run / "run.json", {"run": "a", "seed": 3, "host": "alices", "policy": "/home/alice/model"})
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "note": "alices"}\n{"half')
-    (run / "findings.jsonl").write_text(
-        '{"name": "n", "step": 1, "advice": "a", "evidence": "alice said", "more": 1}\n'
-    )
-    assert disclose(tmp_path, episodes=True) is None
-    assert read_json(run / "run.json") == {"run": "a", "seed": 3, "policy": "model"}
-    assert (run / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
-    assert read_json(run / "findings.jsonl") == {"evidence": "", "name": "n", "step": 1, "advice": "a"}
+def test_what_the_diagnosis_remembers_of_episodes_does_not_leave(tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    position = tmp_path / "rollout" / "position.json"
+    write_json(position, {"position": 1, "watch": {"said": TOKEN}, "tasks": {"row": TOKEN}})
+    disclose(tmp_path)
+    assert read_json(position) == {"position": 1, "watch": {}, "tasks": {}}
 
 
 def test_masks_by_the_name_of_an_entry() -> None:
@@ -341,7 +318,7 @@ def test_a_users_name_in_a_path_is_not_pushed(tmp_path: Path) -> None:
         os.link(tmp_path / "run" / path, copy / path)
     mark_complete(tmp_path / "run")
     os.link(tmp_path / "run" / MARKER, copy / MARKER)
-    disclose(copy, episodes=False)
+    disclose(copy)
     text = "".join(path.read_text() for path in copy.rglob("*.json") if path.name != "adapter_config.json")
     assert "alice" not in text and str(tmp_path) not in text
     pushed = read_json(copy / "agile_trainers.json")

@@ -12,7 +12,7 @@ from checkpointed_runs import SAVING, make
 from agile_trainers.adapters.folders import RECORD, CheckpointError, write_json
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.integrity import check_complete, mark_complete
-from agile_trainers.checkpoints.machines import LOCK
+from agile_trainers.checkpoints.resuming import LOCK
 from agile_trainers.populations.members import SharedBase
 from agile_trainers.trainers import MultiTurnGRPOConfig
 

@@ -15,7 +15,7 @@ from ppo_games import make_ppo, wake
 from split_passes import WHOLE, drawn, measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.adapters import TEACHER, running
+from agile_trainers.adapters.roles import TEACHER, running
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints

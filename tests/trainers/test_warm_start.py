@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
 from agile_trainers import trainers as package
-from agile_trainers.adapters import CRITIC, POLICY, REFERENCE, add_critic, find_adapters
+from agile_trainers.adapters.critic import add_critic
+from agile_trainers.adapters.loading import find_adapters
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE
 
 IDS = torch.arange(3, 43).view(2, 20)
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

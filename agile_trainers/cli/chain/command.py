@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from trl import DPOTrainer, SFTTrainer
 
-from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
+from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
@@ -34,7 +34,8 @@ from agile_trainers.adapters.folders import (
     read_form,
     write_json,
 )
-from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.adapters.loading import find_adapters, load_policy, load_tokenizer, parent_of
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
     clean_tokenizer,
@@ -49,8 +50,8 @@ from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.cli.chain.keys import EVOLVE
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, check_rows, read_pipeline, supervised_rows
+from agile_trainers.cli.early import EVOLVE
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl import DPOConfig, SFTConfig
 
-from agile_trainers.cli.chain.keys import EVOLVE, STAGE_KEYS, check_has_dataset, check_needed_keys
+from agile_trainers.cli.early import EVOLVE, STAGE_KEYS, check_has_dataset, check_needed_keys
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,

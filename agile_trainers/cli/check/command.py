@@ -66,11 +66,6 @@ class CheckArguments:
         "machine without a GPU, which is to plan for another machine, no weights are loaded: it is the random or "
         "expert policy then, if the environment has one.",
     )
-    time_limit: float = option(
-        30.0,
-        "Seconds a call of the environment may take, unless `environment_timeout` is set. An agent's episode may take "
-        "`max_turns` times as long.",
-    )
     gpu_memory: float | None = option(
         None, "GiB of the GPU to plan for. Default: those of this machine's GPU, if there is one."
     )
@@ -90,8 +85,6 @@ class CheckArguments:
             raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
         if self.scripted_policy not in POLICIES:
             raise ValueError(f"scripted_policy must be one of {', '.join(POLICIES)}, got {self.scripted_policy!r}.")
-        if not self.time_limit > 0:
-            raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
 
 
 def make_parser(
@@ -228,7 +221,6 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 rows=rows[name],
                 episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
                 policy="model" if is_agent(factory) and check.scripted_policy == "auto" else policy,
-                time_limit=check.time_limit,
                 reward_functions=bool(script.reward_funcs or script.reward_model_name_or_path),
                 gpu_memory=check.gpu_memory,
                 launch=launch,

@@ -1,8 +1,12 @@
-"""Estimates the device memory of a run, with formulas."""
+"""Estimates the device memory of a run, with formulas, and what each change of its options would save."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +23,20 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.packing.kept_head import COPIES, LOGITS
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
 from agile_trainers.sampling.sampler import sampling_settings
-from agile_trainers.sampling.started_server import adapter_slots
-from agile_trainers.sampling.vllm_checks import RANKS
+from agile_trainers.sampling.started_server import (
+    NO_WHOLE_MODEL,
+    adapter_slots,
+    gpus_of_server,
+    server_command,
+    share_of_gpu,
+)
+from agile_trainers.sampling.vllm_checks import (
+    RANKS,
+    check_batch_invariant,
+    compute_dtype,
+    quantization,
+    quantization_name,
+)
 from agile_trainers.step.token_batches import optimizer_values
 
 QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
@@ -412,3 +428,156 @@ def readable(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} B"
+
+
+# ------------------------------------------------------------------------------ what a change of the options would save
+
+
+LEAST = 2**30 // 20
+"""Bytes that a change must save to be named."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change of the options."""
+
+    option: str
+    saves: int
+    """Bytes of the peak, with this change alone."""
+    first: bool = False
+    """True if it comes before the others, however much it saves."""
+
+    def __str__(self) -> str:
+        return f"{self.option} saves {readable(self.saves)}"
+
+
+def remedies(config: PretrainedConfig, plan: MemoryPlan, step: Step, gpu: int | None = None) -> list[Remedy]:
+    """Plan a run again with each change that applies to it, and sort the changes by what they save.
+
+    A base in fp32 is named first: the other changes cost time or quality, and save less on a base in bf16.
+
+    Args:
+        config: The model's configuration.
+        plan: The run's plan.
+        step: The traced step of the plan.
+        gpu: Bytes of the GPU.
+    """
+    peak = estimate_memory(config, plan, step)[-1].size
+    found = []
+    for option, changed in _changes(plan, step, gpu):
+        saves = peak - estimate_memory(config, changed)[-1].size
+        if saves >= LEAST:
+            found.append(Remedy(option, saves, first=changed.dtype != plan.dtype))
+    return sorted(found, key=lambda remedy: (not remedy.first, -remedy.saves))
+
+
+def _changes(plan: MemoryPlan, step: Step, gpu: int | None) -> Iterator[tuple[str, MemoryPlan]]:
+    """Yield the changes that a run can make, each as options with the plan that it leads to."""
+    lora, launch = plan.peft_config is not None, plan.launch
+    if plan.dtype.itemsize > 2:
+        option = "dtype=bfloat16" if lora else "dtype=bfloat16 (which rounds small updates of a whole model away)"
+        yield option, replace(plan, dtype=torch.bfloat16)
+    if not lora:
+        adapters = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=["all-linear"]))
+        yield "use_peft=True", replace(plan, peft_config=adapters, copies=1)
+    elif plan.quantization is None and plan.engine is None and not launch.shared:
+        yield "load_in_4bit=True", replace(plan, quantization="4 bit")
+    if not plan.gradient_checkpointing:
+        yield "gradient_checkpointing=True", replace(plan, gradient_checkpointing=True)
+    if plan.rows > 1:
+        yield f"max_tokens_per_micro_batch={plan.tokens} (an episode at a time)", replace(plan, rows=1)
+    if plan.engine is None and plan.episodes > 1:
+        half = plan.episodes // 2
+        yield f"generation_chunk_size={half}", replace(plan, episodes=half)
+    if plan.engine is None and plan.quantization is None:
+        yield "use_vllm=True with vllm_mode=server (on other GPUs)", replace(plan, engine=Engine(server=True))
+    if plan.engine is not None and not plan.engine.server:
+        yield from _smaller_engines(plan, step, plan.engine, gpu)
+    if plan.copies > 1:
+        yield "beta=0.0 (no reference model)", replace(plan, copies=1)
+    if "8bit" not in plan.optimizer and plan.optimizer.startswith("adam") and not launch.shared:
+        yield "optim=adamw_bnb_8bit", replace(plan, optimizer="adamw_bnb_8bit")
+    if launch.processes > 1 and plan.quantization is None:
+        for engine in ("zero2", "zero3"):
+            if engine > launch.engine and launch.engine != "fsdp2":
+                shared = Launch(engine, launch.processes, launch.mixed_precision)
+                yield f"accelerate_config={engine}", replace(plan, launch=shared)
+    half = plan.tokens // 2
+    yield f"max_model_length={half} (cuts longer episodes)", replace(plan, tokens=half, decoded=min(plan.decoded, half))
+
+
+def _smaller_engines(plan: MemoryPlan, step: Step, engine: Engine, gpu: int | None) -> Iterator[tuple[str, MemoryPlan]]:
+    """Yield the changes that leave an engine of the process itself with less memory."""
+    if not engine.sleeps:
+        yield "vllm_enable_sleep_mode=True", replace(plan, engine=replace(engine, sleeps=True))
+    if engine.share is not None and gpu is not None:
+        # A tenth more than a single episode needs, for vLLM's own activations.
+        least = -(-serving(plan, step).least * 110 // gpu)
+        if 0 < least < 100 * engine.share // gpu:
+            small = replace(engine, share=least * gpu // 100)
+            yield f"vllm_gpu_memory_utilization={least / 100:g}", replace(plan, engine=small)
+
+
+# ----------------------------------------------------------------------------------------- a server that the run starts
+
+
+@dataclass(frozen=True)
+class PlannedServer:
+    """A server as the trainer would start it."""
+
+    gpus: tuple[str, ...]
+    """Names of its GPUs; empty on a CPU."""
+    shares: bool
+    """True if a process of the trainer uses its GPU too."""
+    share: float | None
+    """Share of each GPU that it is told to take; None for vLLM's own default."""
+    command: tuple[str, ...]
+    """Starts it, without its address."""
+
+
+def planned_server(
+    args: MultiTurnConfig, model: ModelConfig, config: PretrainedConfig, launch: Launch, gpus: int | None
+) -> PlannedServer | None:
+    """Plan the server of a run; None if it starts none.
+
+    Args:
+        args: The run's configuration.
+        model: The options of the model.
+        config: The model's configuration.
+        launch: How the run is launched, on one machine.
+        gpus: GPUs of the machine; None for a CPU.
+
+    Raises:
+        ValueError: If the trainer could not start it: a model that is trained whole, an adapter or a quantization that vLLM
+            cannot serve, or too few GPUs.
+    """
+    if not (args.use_vllm and args.vllm_server_start):
+        return None
+    adapter: Any = get_peft_config(model)
+    if adapter is None:
+        raise ValueError(NO_WHOLE_MODEL)
+    check_batch_invariant(os.environ, on_cpu=gpus is None)
+    names, shares = (
+        ([], False)
+        if gpus is None
+        else gpus_of_server(range(launch.processes), list(map(str, range(gpus))), args.vllm_tensor_parallel_size)
+    )
+    base = copy(config)
+    if model.load_in_4bit or model.load_in_8bit:
+        base.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": model.load_in_8bit}
+    policy: Any = SimpleNamespace(config=base, dtype=weight_dtype(config, model))
+    quantization(policy, list(filter(None, [quantization_name(policy)])), "A vLLM server")
+    room = args.max_model_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    command = server_command(
+        args,
+        policy,
+        adapter,
+        compute_dtype(args, policy),
+        seqs=launch.processes
+        * (args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation),
+        max_model_length=room,
+        on_gpu=gpus is not None,
+    )
+    share = None if gpus is None else share_of_gpu(args, shares)
+    command += [] if share is None else ["--gpu-memory-utilization", str(share)]
+    return PlannedServer(tuple(names), shares, share, ("python", *command[1:]))

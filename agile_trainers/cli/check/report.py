@@ -23,6 +23,9 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.seeds import evaluation_specs
 from agile_trainers.rollout.spec import EpisodeSpec
 
+TIME_LIMIT = 30.0
+"""Seconds that a call of an environment may take without ``environment_timeout``; an agent's episode ``max_turns`` times."""
+
 
 @dataclass
 class Run:
@@ -43,8 +46,6 @@ class Run:
     episodes: int
     policy: str
     """``model``, ``random`` or ``expert``."""
-    time_limit: float
-    """Seconds for one call of the environment."""
     reward_functions: bool = False
     """True if reward functions pay beside the environment, which the check does not call."""
     gpu_memory: float | None = None
@@ -54,6 +55,11 @@ class Run:
     """GPUs of the machine that the run is planned for; None for this machine's, or as many as the run needs."""
     processor: Any = None
     """The processor of a model that reads images."""
+
+    @property
+    def time_limit(self) -> float:
+        """Return the seconds that a call of the environment may take."""
+        return self.args.environment_timeout or TIME_LIMIT
 
     @property
     def gpu_count(self) -> int | None:
@@ -83,7 +89,7 @@ class Run:
             EpisodeOptions.of_args(args),
             environment_processes=0,
             environment_workers=0 if agent else max(1, args.environment_workers),
-            environment_timeout=args.environment_timeout or self.time_limit * (args.max_turns if agent else 1),
+            environment_timeout=args.environment_timeout or TIME_LIMIT * (args.max_turns if agent else 1),
         )
 
     def engine(self, factory: EnvironmentFactory, *, apart: bool = False) -> RolloutEngine:

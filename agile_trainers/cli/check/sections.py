@@ -14,21 +14,21 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
-from agile_trainers.cli.check.advice import remedies
 from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
+    PlannedServer,
     Serving,
     estimate_memory,
     plan_memory,
+    planned_server,
     readable,
+    remedies,
     serving,
     trace,
 )
-from agile_trainers.cli.check.plays import check_determinism, model_plays, policy_plays
+from agile_trainers.cli.check.plays import check_determinism, check_rewards, model_plays, policy_plays
 from agile_trainers.cli.check.report import Report, Run
-from agile_trainers.cli.check.rewards import check_rewards
-from agile_trainers.cli.check.server import PlannedServer, planned_server
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent

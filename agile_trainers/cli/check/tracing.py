@@ -14,13 +14,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.rollout.generators.images import SUPPORTED
 from agile_trainers.rollout.generators.transformers.kv_cache import as_kept
 
 _ATTENTION = "agile_counted"
@@ -96,7 +103,8 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
         ValueError: If ``peft_config`` matches no module of the model.
     """
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
+        reads_images = config.model_type in SUPPORTED
+        model: Any = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_config(
             config, dtype=shape.dtype, trust_remote_code=trust_remote_code, attn_implementation=_ATTENTION
         )
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))

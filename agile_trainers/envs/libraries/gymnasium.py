@@ -1,4 +1,4 @@
-"""Adapts Gymnasium environments that can be played in text (https://gymnasium.farama.org) to the protocol."""
+"""Adapts Gymnasium environments that can be shown in text or images (https://gymnasium.farama.org) to the protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.base import EnvironmentFactory, Observation, ResetResult, StepResult, read_options
+from agile_trainers.envs.images import is_pixels, read_image
 from agile_trainers.envs.libraries import LIBRARIES
 
 _COLOURS = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
@@ -84,12 +85,14 @@ def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
 
 
 class GymnasiumEnvironment:
-    """One Gymnasium environment whose observations and actions can be written as text.
+    """One Gymnasium environment whose actions can be written as text, and whose observations as text or images.
 
-    Observations of a ``Text`` space are used unchanged. Other environments must render as ``ansi``; the drawing is the
-    observation, with brackets in place of terminal colours. A ``Text`` action space takes the answer unchanged; for a
-    ``Discrete`` one, the last action named in the answer is taken. An answer without a valid action is not a step: the
-    observation then names the valid answers, with reward 0.
+    Observations of a ``Text`` space are used unchanged. An environment that renders as ``ansi`` shows the drawing, with
+    brackets in place of terminal colours. With ``render_mode="rgb_array"`` it shows the rendered image, and without
+    either an observation that is an image: an array of a ``Box`` space of bytes, (height, width) or with 1, 3 or 4
+    channels last, alone or in a ``Dict`` space, whose other entries are written as text. A ``Text`` action space takes
+    the answer unchanged; for a ``Discrete`` one, the last action named in the answer is taken. An answer without a valid
+    action is not a step: the observation then names the valid answers, with reward 0.
 
     ``info["success"]`` is the environment's own ``success`` or ``is_success`` if it reports one. For FrozenLake, Taxi and
     CliffWalking it is True if the goal was reached.
@@ -104,7 +107,7 @@ class GymnasiumEnvironment:
 
     Raises:
         ImportError: If Gymnasium is not installed.
-        ValueError: If its spaces cannot be written as text.
+        ValueError: If its actions cannot be written as text, or its observations be shown.
         TypeError: Of Gymnasium, if the environment does not read one of ``kwargs``.
     """
 
@@ -137,7 +140,7 @@ class GymnasiumEnvironment:
             seed=None if seed is None else seed % 2**32, options=given.get("options")
         )  # NumPy's range of seeds
         expected = f"Answer with one of: {', '.join(self.actions)}." if self.actions else ""
-        return "\n\n".join(filter(None, [self.rules, expected, self._text(observation)])), info
+        return self._shown(observation, self.rules, expected), info
 
     def step(self, action: str) -> StepResult:
         """Take the action that the answer names."""
@@ -153,7 +156,7 @@ class GymnasiumEnvironment:
             info.setdefault("success", bool(info["is_success"]))
         if self._toy:
             info["success"] = bool(terminated) and float(reward) >= self._toy.solved
-        return self._text(observation), float(reward), bool(terminated), bool(truncated), info
+        return self._shown(observation), float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         """Close the environment."""
@@ -180,12 +183,19 @@ class GymnasiumEnvironment:
         return list(names)
 
     def _check_observations(self) -> None:
-        if not isinstance(self.game.observation_space, self._gym.spaces.Text) and self.game.render_mode != "ansi":
+        spaces, space = self._gym.spaces, self.game.observation_space
+        self._rendered = not isinstance(space, spaces.Text) and self.game.render_mode in ("ansi", "rgb_array")
+        entries = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+        if not (self._rendered or isinstance(space, spaces.Text) or any(map(self._is_image, entries))):
             raise ValueError(
-                f"{self.name} cannot be shown in text: its observation space is {self.game.observation_space} and its "
-                f"render mode {self.game.render_mode}. Use one with a Text space or the render mode 'ansi', or put a "
-                "gymnasium.ObservationWrapper with a Text space around it and register the result."
+                f"{self.name} cannot be shown in text: its observation space is {space} and its render mode "
+                f"{self.game.render_mode}. Use one with a Text space or the render mode 'ansi', or put a "
+                "gymnasium.ObservationWrapper with a Text space around it and register the result. A model that reads "
+                "images is shown what render_mode='rgb_array' draws."
             )
+
+    def _is_image(self, space: Any) -> bool:
+        return isinstance(space, self._gym.spaces.Box) and is_pixels(space.low) and bool((space.high == 255).all())
 
     def _parse(self, answer: str) -> Any:
         space = self.game.action_space
@@ -194,8 +204,24 @@ class GymnasiumEnvironment:
         named = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, self.actions))})(?!\w)", answer, re.IGNORECASE)
         return space.start + [name.lower() for name in self.actions].index(named[-1].lower()) if named else None
 
-    def _text(self, observation: Any) -> str:
-        return observation if isinstance(observation, str) else _without_colours(self.game.render())
+    def _shown(self, observation: Any, *before: str) -> Observation:
+        """Return what the model sees of an observation: a text, or one message with images."""
+        if self._rendered and not isinstance(observation, str):
+            observation = self.game.render()
+            parts = [_without_colours(observation) if isinstance(observation, str) else observation]
+        elif isinstance(observation, dict):
+            parts = []
+            for name, value in observation.items():
+                parts += [value] if self._is_image(self.game.observation_space[name]) else [f"{name}: {value}\n"]
+        else:
+            parts = [observation]
+        if all(isinstance(part, str) for part in parts):
+            return "\n\n".join(filter(None, [*before, *parts]))
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": read_image(part)}
+            for part in [*(f"{text}\n\n" for text in before if text), *parts]
+        ]
+        return [{"role": "user", "content": content}]
 
 
 def _without_colours(drawn: str) -> str:

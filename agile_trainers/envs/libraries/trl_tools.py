@@ -7,10 +7,13 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal
 
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.context import with_text
+from agile_trainers.envs.images import is_image
 from agile_trainers.envs.tools.toolbox import (
     CallFormat,
     MalformedCall,
@@ -23,7 +26,7 @@ from agile_trainers.envs.tools.toolbox import (
     parse_tool_calls,
 )
 from agile_trainers.imports import load_named
-from agile_trainers.types import Message
+from agile_trainers.types import Content, Message, parts_of
 
 REWARDED = "rewarded"
 """Name in the info of a last step; False if nothing of the environment rewards the episode."""
@@ -98,12 +101,13 @@ def from_environment_factory(given: Any, tools: Sequence[Callable[..., Any]] | N
 class TRLEnvironment:
     """Plays an object of TRL's ``environment_factory`` as an environment.
 
-    As in TRL, its public methods are the tools. The result of ``reset(**row)`` is appended to the last message of the
-    row's ``prompt`` (or is the prompt). The first answer without a tool call, or a limit of the trainer, ends the episode,
-    which is then rewarded: by the object's ``get_reward()`` and by ``reward_funcs``, which get the object as
-    ``environments``, and the conversation in TRL's form (``tool_calls``; results by ``name``). Rewards add up, without those
-    that are None. Without either, all rewards are those of the trainer's own ``reward_funcs``. An episode whose rewards are
-    all None has ``info["rewarded"]`` False, and is left out of the update if no other function rewards it.
+    As in TRL, its public methods are the tools. The result of ``reset(**row)``, text or parts with images, is appended
+    to the last message of the row's ``prompt`` (or is the prompt), which shows the columns ``image`` and ``images``. The
+    first answer without a tool call, or a limit of the trainer, ends the episode, which is then rewarded: by the
+    object's ``get_reward()`` and by ``reward_funcs``, which get the object as ``environments``, and the conversation in
+    TRL's form (``tool_calls``; results by ``name``). Rewards add up, without those that are None. Without either, all
+    rewards are those of the trainer's own ``reward_funcs``. An episode whose rewards are all None has
+    ``info["rewarded"]`` False, and is left out of the update if no other function rewards it.
 
     Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
@@ -172,7 +176,7 @@ class TRLEnvironment:
         if "seed" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values()):
             arguments.setdefault("seed", seed)
         said = self.object.reset(**arguments)
-        self.prompt = _prompt(self.row.get("prompt"), said, self.name)
+        self.prompt = _prompt(self.row, said, self.name)
         self.completion: list[Message] = []
         self.calls = self.failed_calls = 0
         self.rewarded = bool(self.reward_funcs) or hasattr(self.object, "get_reward")
@@ -180,7 +184,7 @@ class TRLEnvironment:
             return list(self.prompt), {}
         first = self.prompt[0]
         if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{self._announcement}"}, *self.prompt[1:]], {}
+            return [with_text(first, self._announcement), *self.prompt[1:]], {}
         return [{"role": "system", "content": self._announcement}, *self.prompt], {}
 
     def step(self, action: str) -> StepResult:
@@ -209,7 +213,7 @@ class TRLEnvironment:
         self.completion.append(message)
         return calls
 
-    def _continue(self, calls: list[ToolCall | MalformedCall], results: list[str]) -> StepResult:
+    def _continue(self, calls: list[ToolCall | MalformedCall], results: list[Content]) -> StepResult:
         self.calls += len(results)
         self.failed_calls += count_failed(results)
         names = [call.name if isinstance(call, ToolCall) else "" for call in calls]
@@ -265,18 +269,45 @@ def _tools(instance: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(instance, name) for name in names if name[0] != "_" and name not in _OWN_METHODS}
 
 
-def _prompt(prompt: Any, said: str | None, name: str) -> list[Message]:
+def _prompt(row: dict[str, Any], said: Any, name: str) -> list[Message]:
+    """Return the prompt of a row, with its images, and what ``reset`` returned at its end."""
+    prompt = row.get("prompt")
+    messages: list[Message]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt or []]
     if said is None and not messages:
         raise ValueError(f"{name}: the row has no 'prompt' and reset() returned None, so there is no prompt.")
-    if said is not None and not isinstance(said, str):
+    if not isinstance(said, (str, list, NoneType)):
         raise ValueError(
-            f"{name}: reset() returned {type(said).__name__}; expected text or None (images are not played)."
+            f"{name}: reset() returned {type(said).__name__}; expected text, None, or a list of parts, such as "
+            '[{"type": "image", "image": image}].'
         )
     if not messages:
-        return [{"role": "user", "content": said}]
-    messages[-1]["content"] += said or ""
-    return messages
+        messages = [{"role": "user", "content": said}]
+    elif said:
+        last = messages[-1]
+        texts = isinstance(last["content"], str) and isinstance(said, str)
+        last["content"] = last["content"] + said if texts else [*parts_of(last), *parts_of({"content": said})]
+    images = [one for one in row.get("images") or [row.get("image")] if is_image(one)]
+    return _showing(messages, images) if images else messages
+
+
+def _showing(messages: list[Message], images: list[Any]) -> list[Message]:
+    """Return messages with images where TRL puts them: in the parts that wait for one, else before the first user's text."""
+    left, shown = list(images), list[Message]()
+    waits = any(_waits(part) for message in messages for part in parts_of(message))
+    for message in messages:
+        first = [{"type": "image"}] * len(left) if message["role"] == "user" and not waits else []
+        parts = [
+            {**part, "image": left.pop(0)} if left and _waits(part) else part for part in first + parts_of(message)
+        ]
+        shown.append({**message, "content": parts})
+    if left:
+        raise ValueError(f"A row has {len(images)} images, but its prompt has no place for {len(left)} of them.")
+    return shown
+
+
+def _waits(part: dict[str, Any]) -> bool:
+    return part["type"] == "image" and "image" not in part
 
 
 def _as_list(functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:

@@ -20,7 +20,7 @@ from agile_trainers.envs.tools.toolbox import (
     dropping_results,
     parse_tool_calls,
 )
-from agile_trainers.types import Message
+from agile_trainers.types import Content, Message
 
 _MAX_CALLS = 8
 """Maximum number of calls in one answer, which limits its time; further calls are rejected."""
@@ -30,9 +30,10 @@ class ToolEnvironment(ReasoningEnvironment):
     """Asks the question of a row, answers tool calls, and rewards the first answer without a call.
 
     A tool is a typed function with a Google-style docstring that describes it and every argument;
-    ``transformers.utils.get_json_schema`` makes its schema. The model sees its result, as JSON unless it is text, or its
-    exception. Calls are read from the model's text in both formats of :mod:`~agile_trainers.envs.tools.toolbox`. For a call
-    that is malformed, or has an unknown tool or wrong arguments, the model sees the expected form.
+    ``transformers.utils.get_json_schema`` makes its schema. The model sees its result, as JSON unless it is text or has
+    images (:meth:`~agile_trainers.envs.tools.toolbox.Toolbox.run`), or its exception. Calls are read from the model's
+    text in both formats of :mod:`~agile_trainers.envs.tools.toolbox`. For a call that is malformed, or has an unknown
+    tool or wrong arguments, the model sees the expected form.
 
     ``info`` counts ``calls`` and ``failed_calls`` (of any kind) of the episode. Reaching ``max_turns`` without an answer
     truncates the episode.
@@ -129,7 +130,7 @@ class ToolEnvironment(ReasoningEnvironment):
             "announce='system' or drop the system prompt."
         )
 
-    def _observation(self, results: list[str]) -> Observation:
+    def _observation(self, results: list[Content]) -> Observation:
         if self.result_role == "tool":
             return [{"role": "tool", "content": result} for result in results]
         return as_observation(results)

@@ -14,9 +14,12 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
+from agile_trainers.envs.base import Observation
 from agile_trainers.envs.context import History, LastObservations
+from agile_trainers.envs.images import as_content, is_image, read_part
 from agile_trainers.envs.isolation.levels import IsolationError
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.types import Content, parts_of
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
@@ -186,8 +189,12 @@ class Toolbox:
         error = argument_error(self._parameters[call.name], call.arguments)
         return None if error is None else f"{call.name}: {error}"
 
-    def run(self, call: ToolCall | MalformedCall) -> str:
-        """Run a call and return its result for the model (as JSON unless it is text), or an error.
+    def run(self, call: ToolCall | MalformedCall) -> Content:
+        """Run a call and return its result for the model, or an error.
+
+        The result is JSON unless it is text, an image (of PIL, or an :class:`~agile_trainers.types.Image`), or a list of
+        parts with such an image, as TRL takes it: ``[{"type": "image", "image": ...}, {"type": "text", "text": ...}]``. An
+        image that cannot be shown is an error of the call.
 
         Raises:
             IsolationError: If this machine cannot isolate the tool.
@@ -198,7 +205,7 @@ class Toolbox:
             pass_on_interrupt(error)
             return _failure(error)
 
-    async def run_awaited(self, call: ToolCall | MalformedCall) -> str:
+    async def run_awaited(self, call: ToolCall | MalformedCall) -> Content:
         """Run a call like :meth:`run`, and await its result if it is awaitable."""
         try:
             result = self._invoke(call)
@@ -216,15 +223,27 @@ class Toolbox:
         return self.tools[call.name](**call.arguments)
 
 
-def count_failed(results: Sequence[str]) -> int:
+def count_failed(results: Sequence[Content]) -> int:
     """Count the errors among the results of calls."""
-    return sum(result.startswith(_FAILED) for result in results)
+    return sum(isinstance(result, str) and result.startswith(_FAILED) for result in results)
 
 
-def as_observation(results: Sequence[str]) -> str:
-    """Join results to one text, each in ``<tool_response>`` tags, which are escaped inside a result."""
-    shown = (result.replace("tool_response>", "tool_response >") for result in results)
-    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
+def as_observation(results: Sequence[Content]) -> Observation:
+    """Join results to one text, or to one message of parts if there are images.
+
+    Each is in ``<tool_response>`` tags, which are escaped inside a result.
+    """
+    parts = list[dict[str, Any]]()
+    for result in results:
+        begin = "\n<tool_response>\n" if parts else "<tool_response>\n"
+        said = [_escaped(part) for part in parts_of({"content": result})]
+        parts += [{"type": "text", "text": begin}, *said, {"type": "text", "text": "\n</tool_response>"}]
+    content = as_content(parts)
+    return content if isinstance(content, str) else [{"role": "user", "content": content}]
+
+
+def _escaped(part: dict[str, Any]) -> dict[str, Any]:
+    return {**part, "text": part["text"].replace("tool_response>", "tool_response >")} if "text" in part else part
 
 
 def dropping_results(keep_results: int, *, tagged: bool = True) -> History:
@@ -238,7 +257,7 @@ def dropping_results(keep_results: int, *, tagged: bool = True) -> History:
         ValueError: If the number is below 1.
     """
     note = LastObservations.note
-    return LastObservations(keep_results, as_observation([note]) if tagged else note)
+    return LastObservations(keep_results, str(as_observation([note])) if tagged else note)
 
 
 def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = "hermes") -> str:
@@ -255,7 +274,10 @@ def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = 
     )
 
 
-def _shown(result: Any) -> str:
+def _shown(result: Any) -> Content:
+    parts = [{"type": "image", "image": result}] if is_image(result) else result
+    if isinstance(parts, list) and any(isinstance(part, dict) and is_image(part.get("image")) for part in parts):
+        return as_content(map(read_part, parts))
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 

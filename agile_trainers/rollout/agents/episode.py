@@ -44,7 +44,7 @@ from agile_trainers.rollout.forest import Call, Fork, conversation, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
-from agile_trainers.types import Message, StopReason, Trajectory, common_prefix
+from agile_trainers.types import Message, Picture, StopReason, Trajectory, common_prefix, keyed, parts_of, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -68,6 +68,8 @@ class _Sample:
     after: _Sample | None = None
     """The one that it goes on from."""
     fork: Fork | None = None
+    pictures: Sequence[Picture] = ()
+    """The images of the prompt, in order."""
     info: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -83,9 +85,14 @@ class _Sample:
     """True if it was asked for before there was any answer."""
 
     @cached_property
+    def key(self) -> list[int]:
+        """The prompt's ids, with the keys of images."""
+        return keyed(self.prompt_ids, self.pictures)
+
+    @cached_property
     def prompt(self) -> bytes:
-        """Digest of the prompt's ids."""
-        return _digest_of(self.prompt_ids)
+        """Digest of the prompt."""
+        return _digest_of(self.key)
 
     @property
     def identity(self) -> str:
@@ -95,7 +102,7 @@ class _Sample:
     @property
     def order(self) -> tuple[list[int], tuple[int, ...]]:
         """Orders answers by what was sampled, whenever that was; an answer comes after those that its prompt contains."""
-        return self.prompt_ids, self.occurrence
+        return self.key, self.occurrence
 
 
 @dataclass(eq=False)
@@ -324,6 +331,7 @@ class AgentEpisode:
                 messages=sample.shown,
                 fork=None if sample.fork is None else str(sample.fork),
                 kept=sample.kept,
+                pictures=sample.pictures,
             )
             for sample in samples
         ]
@@ -361,7 +369,7 @@ class AgentEpisode:
                 continue
             if sample.read is None:
                 return None
-            ids = sample.prompt_ids
+            ids = sample.key
             # The last token of either was not read, or is read once more for what follows it.
             shared = max((min(common_prefix(one, ids), len(one) - 1, len(ids) - 1) for one in before), default=0)
             again += max(0, sample.read - (len(ids) - shared))
@@ -383,11 +391,13 @@ class AgentEpisode:
         self._check(request)
         messages = self._messages(request)
         asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
-        # Every message has a token of its own. Megabytes take minutes to encode, for which all episodes would wait.
-        least = sum(len(one["content"]) // self.chat.longest_token + 1 for one in messages)
+        # Every part of a message has a token of its own. Megabytes take minutes to encode, and all episodes would wait.
+        texts = [part.get("text", "") for one in messages for part in parts_of(one)]
+        least = sum(len(text) // self.chat.longest_token + 1 for text in texts)
         if least > self.limits.max_model_length:
             raise self._too_long(least)
         try:
+            pictures = self.chat.pictures(messages)
             first = self._rendered(asked, messages)
         except Refusal:
             raise
@@ -396,11 +406,12 @@ class AgentEpisode:
         room = self.limits.max_model_length - len(first.prompt_ids)
         if room < 1:
             raise self._too_long(len(first.prompt_ids))
+        prompt = _digest_of(keyed(first.prompt_ids, pictures))
         label = () if ticket.marks.occurrence is None else tuple(_words(ticket.marks.occurrence.encode()))
         requests = []
         for _ in range(request.n):
-            count = self._occurrences[first.prompt, asked.trained, label]
-            self._occurrences[first.prompt, asked.trained, label] += 1
+            count = self._occurrences[prompt, asked.trained, label]
+            self._occurrences[prompt, asked.trained, label] += 1
             sample = _Sample(
                 asked,
                 first.prompt_ids,
@@ -409,6 +420,7 @@ class AgentEpisode:
                 first.begun,
                 first.after,
                 first.fork,
+                pictures,
                 dict(first.info),
             )
             sample.fork = self._fork(sample)
@@ -514,7 +526,7 @@ class AgentEpisode:
         try:
             if not chat.goes_on(context, before.begun, before.ids, after):
                 return None
-            if len(after) == 1 and after[0].keys() == {"role", "content"} and after[0]["role"] == "user":
+            if len(after) == 1 and after[0] == {"role": "user", "content": text_of(after[0])}:
                 after = after[0]["content"]  # texts are cached
             return chat.delimited(after, before.ids[-1])
         except ValueError:  # Gemma 4's writes a tool's result only after a call that is a field of the message
@@ -527,13 +539,13 @@ class AgentEpisode:
         earlier = self._samples
         if not earlier:
             return None
-        if any(one.prompt_ids == sample.prompt_ids for one in earlier):
+        if any(one.key == sample.key for one in earlier):
             return Fork.AGAIN
         if sample.after is not None:
             return Fork.BRANCH if any(one.after is sample.after for one in earlier) else None
-        nearest = max(earlier, key=lambda one: common_prefix([*one.prompt_ids, *one.ids], sample.prompt_ids))
+        nearest = max(earlier, key=lambda one: common_prefix([*one.key, *one.ids], sample.key))
+        place = common_prefix([*nearest.key, *nearest.ids], sample.key)
         whole = [*nearest.prompt_ids, *nearest.ids]
-        place = common_prefix(whole, sample.prompt_ids)
         was, now = (self.chat.decode(ids[place : place + _SHOWN]) for ids in (whole, sample.prompt_ids))
         sample.info["parts"] = {"token": place, "was": was[:_SHOWN], "now": now[:_SHOWN]}
         return sample.fork
@@ -567,6 +579,7 @@ class AgentEpisode:
             uniforms=lambda n: noise().random(n).tolist(),
             call=number,
             extends=False,
+            pictures=sample.pictures,
             identity=sample.identity,
         )
 

@@ -180,7 +180,9 @@ class AgentServer:
             other = others.get(required(body, "model", str))
             if other is not None:
                 return await self._forwarded(request, dialect, body, other)
-            ticket = Ticket(dialect.read(body), _marks(request))
+            # Images are decoded in a thread. A text is asked for at once, also if its client hangs up.
+            asked = await asyncio.to_thread(dialect.read, body) if b"image" in raw else dialect.read(body)
+            ticket = Ticket(asked, _marks(request))
             ticket.request.body = raw
             async with self._held_open(key, ticket, request) as answer:
                 return await _delivered(request, dialect, answer, ticket)

@@ -24,17 +24,19 @@ from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.adapters.untrusted import check_template
 from agile_trainers.rollout.chat.pictures import Pictures
-from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import (
     ANSWER,
     Render,
     Rewrite,
+    SpecialTokenEscaper,
     answers_as_sampled,
     find_rewrite,
     opening_of,
+    original_of,
     sampled_call,
+    training_templates,
+    trl_name,
 )
-from agile_trainers.rollout.chat.template_repair import original_of, training_templates, trl_name
 from agile_trainers.types import Message, Picture, images_of, parts_of
 
 _ANSWER = "agileAnswer"
@@ -76,7 +78,7 @@ class ChatRenderer:
     template, this gives the same ids as tokenizing the whole text. In plain text, characters across the border might
     have merged into one token; the conversation keeps the sampled ids. Special tokens spelled out in a message become
     ordinary text, so that only the template can begin or end a turn; see
-    :class:`~agile_trainers.rollout.chat.special_tokens.SpecialTokenEscaper`.
+    :class:`~agile_trainers.rollout.chat.template_check.SpecialTokenEscaper`.
 
     Args:
         tokenizer: The tokenizer, with its chat template. Without a template, the turn delimiters are newlines.
@@ -171,6 +173,7 @@ class ChatRenderer:
             ValueError: If the messages are malformed, rejected by the template, or later rewritten by it.
         """
         messages = _as_messages(observation)
+        pictures = self.pictures(messages)
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
@@ -179,7 +182,7 @@ class ChatRenderer:
         hidden = self._escaper.hide(messages, self._foreign if sampled else ())
         # Messages of the assistant may contain special tokens, of thinking for example.
         examples = any(message["role"] == "assistant" for message in messages)
-        return self._encode(self._render(hidden), messages, None if examples else own)
+        return self._encode(self._render(hidden), pictures, None if examples else own)
 
     def pictures(self, messages: list[Message]) -> list[Picture]:
         """Return what a model reads of the images in messages, in order.
@@ -196,9 +199,8 @@ class ChatRenderer:
             )
         return self._pictures.of(messages)
 
-    def _encode(self, text: str, messages: list[Message], own: Counter[int] | None) -> list[int]:
+    def _encode(self, text: str, pictures: Sequence[Picture], own: Counter[int] | None) -> list[int]:
         """Tokenize a rendered text, with the placeholders of its images; ``own`` are the special tokens that it may have."""
-        pictures = self.pictures(messages)
         if own is not None or not pictures:
             ids = self._escaper.encode(text)
             if own is not None:
@@ -312,6 +314,10 @@ class ChatRenderer:
         pieces, ids = self._around(messages, answers), list[int]()
         if pieces is None:
             return None
+        if pictures := self.pictures(messages):
+            assert self._pictures is not None
+            parting = f"agileSampled{secrets.token_hex(16)}"
+            pieces = self._pictures.expanded(parting.join(pieces), pictures).split(parting)
         if self.chat_template is None:
             ids = self._bos()
         ids += self._escaper.encode(pieces[0])
@@ -436,11 +442,12 @@ class ChatRenderer:
     def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
         """Return a delimited observation with and without its leading end-of-turn token, and that token."""
         messages = _as_messages(observation)
+        pictures = self.pictures(messages)
         if self.chat_template is None:
             ids = self._plain_ids(messages, _PARTING)
             return ids, ids, None
         known = self._turn_delimiters(messages)
-        ids = self._encode(self._after_answer(self._escaper.hide(messages)), messages, known.specials)
+        ids = self._encode(self._after_answer(self._escaper.hide(messages)), pictures, known.specials)
         if known.end_of_turn is None:
             return ids, ids, None
         # Split after tokenizing: some tokens (Phi-3) absorb the whitespace after them.

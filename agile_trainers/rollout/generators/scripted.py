@@ -44,8 +44,6 @@ class ScriptedGenerator:
         self._conversations.check(request, self._under_way)
         output = _answer(self._script(request), request)
         steps = self._latency(request) if callable(self._latency) else self._latency
-        if steps < 1:
-            raise ValueError(f"`latency` is {steps} for episode {request.episode}, expected at least 1 step.")
         self._conversations.submitted(request)
         self._under_way[request.episode, request.call] = _Answer(request, output, steps)
 

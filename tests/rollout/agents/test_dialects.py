@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import random
@@ -11,18 +12,30 @@ from typing import Any
 import pytest
 from answering import CREATED, said
 
+from agile_environments.colours import bitmap
 from agile_trainers.rollout.agents.dialects import DIALECTS
 from agile_trainers.rollout.agents.dialects.base import DEEPEST, DEEPEST_BODY, Dialect, ascii_json, parse
 from agile_trainers.rollout.agents.dialects.chat import CHAT
 from agile_trainers.rollout.agents.dialects.messages import MESSAGES
 from agile_trainers.rollout.agents.dialects.responses import RESPONSES
 from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, SampledToken
+from agile_trainers.types import Image, images_of
 
 CLIENTS = "the clients' own packages are not installed: pip install 'agile-trainers[dev]'"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Tell the weather.", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "call0", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+IMAGE = Image(bitmap((1, 2, 3)))
+DATA = base64.b64encode(IMAGE.data).decode()
+URL = f"data:image/bmp;base64,{DATA}"
+IMAGE_PART = {"type": "image", "image": IMAGE}
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
 
 CHAT_BODY = {
     "model": "policy",
@@ -31,7 +44,11 @@ CHAT_BODY = {
         {
             "role": "user",
             "name": "eva",
-            "content": [{"type": "text", "text": "How is "}, {"type": "text", "text": "it?"}],
+            "content": [
+                {"type": "text", "text": "How is "},
+                {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+                {"type": "text", "text": "it?"},
+            ],
         },
         {
             "role": "assistant",
@@ -45,7 +62,7 @@ CHAT_BODY = {
                 }
             ],
         },
-        {"role": "tool", "tool_call_id": "call0", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call0", "content": [{"type": "image_url", "image_url": {"url": URL}}]},
     ],
     "tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}],
     "tool_choice": "auto",
@@ -69,14 +86,17 @@ RESPONSES_BODY = {
     "model": "policy",
     "instructions": "Be short.",
     "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},
+        {"role": "user", "content": [
+            {"type": "input_text", "text": "How is "}, {"type": "input_image", "image_url": URL, "detail": "auto"},
+            {"type": "input_text", "text": "it?"},
+        ]},
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {
             "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
             "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
         },
         {"type": "function_call", "id": "fc_1", "call_id": "call0", "name": "weather", "arguments": '{"city":"Köln"}'},
-        {"type": "function_call_output", "call_id": "call0", "output": "rain"},
+        {"type": "function_call_output", "call_id": "call0", "output": [{"type": "input_image", "image_url": URL}]},
     ],
     "tools": [{"type": "function", **FUNCTION, "strict": True}],
     "max_output_tokens": 9,
@@ -89,6 +109,12 @@ RESPONSES_BODY = {
     "stream": True,
     "store": False,
 }  # fmt: skip
+
+
+def _image_block() -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/bmp", "data": DATA}}
+
+
 MESSAGES_BODY = {
     "model": "policy-frozen",
     "max_tokens": 9,
@@ -109,8 +135,9 @@ MESSAGES_BODY = {
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "call0", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "tool_result", "tool_use_id": "call0", "content": [_image_block()]},
                 {"type": "text", "text": "And "},
+                _image_block(),
                 {"type": "text", "text": "now?"},
             ],
         },
@@ -135,9 +162,9 @@ def test_chat_completions_are_read() -> None:
         model="policy",
         messages=[
             {"role": "system", "content": "Be short."},
-            {"role": "user", "content": "How is it?", "name": "eva"},
+            {"role": "user", "content": [_text("How is "), IMAGE_PART, _text("it?")], "name": "eva"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "content": "rain", "tool_call_id": "call0"},
+            {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "call0"},
         ],
         tools=[TOOL],
         n=3,
@@ -155,9 +182,9 @@ def test_responses_are_read() -> None:
         model="policy",
         messages=[
             {"role": "system", "content": "Be short."},
-            {"role": "user", "content": "How is it?"},
+            {"role": "user", "content": [_text("How is "), IMAGE_PART, _text("it?")]},
             {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-            {"role": "tool", "content": "rain", "tool_call_id": "call0"},
+            {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "call0"},
         ],
         tools=[TOOL],
         max_tokens=9,
@@ -176,8 +203,8 @@ def test_messages_are_read() -> None:
             {"role": "system", "content": "Be short."},
             {"role": "user", "content": "How is it?"},
             {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-            {"role": "tool", "content": "rain", "tool_call_id": "call0"},
-            {"role": "user", "content": "And now?"},
+            {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "call0"},
+            {"role": "user", "content": [_text("And "), IMAGE_PART, _text("now?")]},
         ],
         tools=[TOOL],
         max_tokens=9,
@@ -258,7 +285,7 @@ def _body_of(dialect: Dialect) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ refusing
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +300,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
             {"messages": [{"role": "robot", "content": ""}]},
             "`messages[0].role` is 'robot'; expected one of system",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "`messages[0].content[0].type` is 'image_url'"),
+        (CHAT, {"messages": [{"role": "user", "content": [BROKEN]}]}, "`messages[0].content[0]`: An image of 1 bytes"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": [BROKEN]}]},
+            "is 'image_url'; expected 'text' or 'refusal'",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "reads that and images"),
         (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "`messages[0].tool_call_id` is missing"),
         (CHAT, {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "in the assistant's alone"),
         (CHAT, {"messages": [{"role": "user", "content": {"text": "x"}}]}, "expected text or a list of parts"),
@@ -299,7 +332,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "`tools[0].type` is 'web_search'"),
         (RESPONSES, {"background": True}, "`background` is True, which is not supported"),
         (MESSAGES, {"system": 3}, "`system` is 3"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text only"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].source` is missing"),
+        (MESSAGES, {"messages": [{"role": "assistant", "content": [_image_block()]}]}, "is 'image'; expected 'text'"),
         (
             MESSAGES,
             {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
@@ -390,7 +424,8 @@ def _check_form(request: ChatRequest) -> None:
         bool
     }
     for message in request.messages:
-        assert message["role"] in ("system", "user", "assistant", "tool") and isinstance(message["content"], str)
+        assert message["role"] in ("system", "user", "assistant", "tool")
+        assert isinstance(message["content"], str) or images_of([message])
         assert message.keys() <= {"role", "content", "name", "tool_calls", "tool_call_id"}
         for call in message.get("tool_calls", ()):
             assert isinstance(call["id"], str) and call["type"] == "function"

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agile_trainers.envs.images import DATA, ImageError, as_content, read_image
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Refusal
-from agile_trainers.types import Message
+from agile_trainers.types import Content, Message
 
 MOST_CHOICES = 128
 """The largest ``n``, as at OpenAI."""
@@ -27,6 +28,8 @@ _SETTINGS = (
     "presence_penalty",
     "repetition_penalty",
 )
+ImageOf = Callable[[dict[str, Any], str], str]
+"""Returns the address of a part's image, given the part and its path."""
 _KINDS: dict[type, str] = {
     str: "text",
     bool: "true or false",
@@ -222,30 +225,48 @@ def text_format(value: Any, where: str) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------- messages and tools
 
 
-def joined(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """Return the text of a message: parts are joined without anything between them, null is empty.
+def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> Content:
+    """Return the content of a message: text, in which parts are joined without anything between them, and null is empty.
 
     Args:
         content: Text, null, or a list of parts.
         where: Path, for the error.
         kinds: The types of parts that hold a text.
+        images: The types of parts that hold an image. None where there may be none.
+
+    Returns:
+        The text; with an image, the parts.
 
     Raises:
-        Refusal: If a part is of another type, such as an image.
+        Refusal: If a part is of another type, or its image cannot be read.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise Refusal(f"`{where}` is {shown(content)}; expected text or a list of parts.")
-    return "".join(part_text(part, f"{where}[{index}]", kinds) for index, part in enumerate(content))
+    return as_content(part_of(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content))
 
 
-def part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
-    """Return the text of one part, as :func:`joined`."""
-    kind, known = required(checked(part, dict, where), "type", str, where), " or ".join(map(repr, kinds))
-    if kind not in kinds:
-        raise Refusal(f"`{where}.type` is {shown(kind)}; expected {known}: the model reads and writes text only.")
-    return required(part, "refusal" if kind == "refusal" else "text", str, where)
+def part_of(part: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> dict[str, Any]:
+    """Read one part, as :func:`content_of`."""
+    kind, images = required(checked(part, dict, where), "type", str, where), images or {}
+    if kind in kinds:
+        return {"type": "text", "text": required(part, "refusal" if kind == "refusal" else "text", str, where)}
+    if kind not in images:
+        known = " or ".join(map(repr, (*kinds, *images)))
+        raise Refusal(
+            f"`{where}.type` is {shown(kind)}; expected {known}: the model writes text, and reads that and images."
+        )
+    address = images[kind](part, where)
+    if not DATA.match(address):
+        raise Refusal(
+            f"The image of `{where}` is at {shown(address)}; addresses are not fetched and files are not read: send the "
+            "image itself, as data:image/png;base64,..."
+        )
+    try:
+        return {"type": "image", "image": read_image(address, "url")}
+    except (ImageError, ImportError) as error:
+        raise Refusal(f"`{where}`: {error}") from None
 
 
 def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -12,6 +12,11 @@ from agile_trainers.types import Message
 
 PREFIX = "chatcmpl-"
 _TEXTS = ("text", "refusal")
+_IMAGES: dict[str, base.ImageOf] = {
+    "image_url": lambda part, where: required(
+        required(part, "image_url", dict, where), "url", str, f"{where}.image_url"
+    )
+}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _CHOICES = ("auto", "none", "required")
 _THE_RUNS = "the run's settings decide what the model sees"
@@ -82,7 +87,9 @@ def _message(item: Any, where: str) -> Message:
     if role not in _ROLES:
         raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
     base.refuse(item, {"audio": "the model reads and writes text only", "function_call": "send `tool_calls`"})
-    message: Message = {"role": _ROLES[role], "content": base.joined(item.get("content"), f"{where}.content", _TEXTS)}
+    images = None if role == "assistant" else _IMAGES
+    content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)
+    message: Message = {"role": _ROLES[role], "content": content}
     name = get(item, "name", str, where)
     if name is not None:
         message["name"] = name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from agile_trainers.envs.images import as_content
 from agile_trainers.rollout.agents.dialects import base
 from agile_trainers.rollout.agents.dialects.base import Dialect, Event, checked, get, required
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
@@ -28,6 +29,18 @@ _REFUSED = {
 }
 
 
+def _image(part: dict[str, Any], where: str) -> str:
+    source = required(part, "source", dict, where)
+    kind = required(source, "type", str, f"{where}.source")
+    if kind != "base64":
+        return str(source.get("url") or kind)
+    media = required(source, "media_type", str, f"{where}.source")
+    return f"data:{media};base64,{required(source, 'data', str, f'{where}.source')}"
+
+
+_IMAGES: dict[str, base.ImageOf] = {"image": _image}
+
+
 def read(body: dict[str, Any]) -> ChatRequest:
     """Read a request.
 
@@ -35,7 +48,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
         Refusal: If a value has the wrong type, or the request asks for what the model cannot do.
     """
     base.refuse(body, _REFUSED)
-    system = base.joined(body.get("system"), "system", _TEXTS)
+    system = base.content_of(body.get("system"), "system", _TEXTS)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, item in enumerate(base.not_empty(required(body, "messages", list), "messages")):
         messages += _messages(item, f"messages[{index}]")
@@ -70,13 +83,13 @@ def _messages(item: Any, where: str) -> list[Message]:
         raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
     content = item.get("content")
     if not isinstance(content, list):
-        return [{"role": role, "content": base.joined(content, f"{where}.content", _TEXTS)}]
+        return [{"role": role, "content": base.content_of(content, f"{where}.content", _TEXTS)}]
     messages: list[Message] = []
     for index, block in enumerate(content):
         at = f"{where}.content[{index}]"
         kind = required(checked(block, dict, at), "type", str, at)
         if kind == "tool_result" and role == "user":
-            result = base.joined(block.get("content"), f"{at}.content", _TEXTS)
+            result = base.content_of(block.get("content"), f"{at}.content", _TEXTS, _IMAGES)
             messages.append(
                 {"role": "tool", "content": result, "tool_call_id": required(block, "tool_use_id", str, at)}
             )
@@ -84,14 +97,18 @@ def _messages(item: Any, where: str) -> list[Message]:
         if kind in ("thinking", "redacted_thinking") and role == "assistant":
             continue
         if not messages or messages[-1]["role"] != role:
-            messages.append({"role": role, "content": ""})
+            messages.append({"role": role, "content": []})
         if kind == "tool_use" and role == "assistant":
             call = base.tool_call(
                 required(block, "id", str, at), required(block, "name", str, at), get(block, "input", dict, at)
             )
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
-            messages[-1]["content"] += base.part_text(block, at, _TEXTS)
+            images = _IMAGES if role == "user" else None
+            messages[-1]["content"].append(base.part_of(block, at, _TEXTS, images))
+    for message in messages:
+        if message["role"] == role:
+            message["content"] = as_content(message["content"])
     return messages or [{"role": role, "content": ""}]
 
 

@@ -12,6 +12,7 @@ from agile_trainers.types import Message
 
 PREFIX = "resp_"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+_IMAGES: dict[str, base.ImageOf] = {"input_image": lambda part, where: required(part, "image_url", str, where)}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _CHOICES = ("auto", "none", "required")
 _LOGPROBS = "message.output_text.logprobs"
@@ -83,7 +84,7 @@ def _input(value: Any) -> list[Message]:
             messages[-1].setdefault("tool_calls", []).append(call)
             calling = True
         elif kind == "function_call_output":
-            output = base.joined(item.get("output"), f"{where}.output", _TEXTS)
+            output = base.content_of(item.get("output"), f"{where}.output", _TEXTS, _IMAGES)
             messages.append({"role": "tool", "content": output, "tool_call_id": required(item, "call_id", str, where)})
             calling = False
         elif kind == "item_reference":
@@ -91,7 +92,7 @@ def _input(value: Any) -> list[Message]:
         elif kind != "reasoning":
             raise Refusal(
                 f"`{where}.type` is {base.shown(kind)}; expected message, function_call, function_call_output or reasoning. "
-                "The endpoint has no tools of its own, and the model reads and writes text only."
+                "The endpoint has no tools of its own."
             )
     return messages
 
@@ -100,7 +101,9 @@ def _message(item: dict[str, Any], where: str) -> Message:
     role = required(item, "role", str, where)
     if role not in _ROLES:
         raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
-    return {"role": _ROLES[role], "content": base.joined(item.get("content"), f"{where}.content", _TEXTS)}
+    images = None if role == "assistant" else _IMAGES
+    content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)
+    return {"role": _ROLES[role], "content": content}
 
 
 def _tool(item: Any, where: str) -> dict[str, Any]:
