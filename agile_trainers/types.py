@@ -56,7 +56,7 @@ class Picture:
     count: int
     """Number of placeholders."""
     inputs: dict[str, Any]
-    """The inputs of the image encoder; empty once it was encoded."""
+    """The inputs of the image encoder; the grid of patches alone, if any, once it was encoded."""
     features: torch.Tensor | None = None
     """(count, W), the values that stand in the place of each placeholder's embedding, and what is added to later layers."""
     offsets: torch.Tensor | None = None

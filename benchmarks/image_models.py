@@ -31,10 +31,6 @@ def image_template(mark: str) -> str:
     return CHAT_TEMPLATE.replace(plain, parts)
 
 
-_TEXT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 1024, "head_dim": 8,
-}  # fmt: skip
 _SIGLIP = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -42,7 +38,6 @@ _SIGLIP = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
-_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
 _QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -50,6 +45,13 @@ _QWEN_IDS = {
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 _IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
+
+
+def _text(width: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": width // 4, **more,
+    }  # fmt: skip
 
 
 def _tokenizer(mark: str, *tokens: str, **names: str) -> PreTrainedTokenizerFast:
@@ -66,7 +68,7 @@ def _tokenizer(mark: str, *tokens: str, **names: str) -> PreTrainedTokenizerFast
     )
 
 
-def _qwen(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
+def _qwen(name: str, width: int) -> tuple[dict[str, Any], ProcessorMixin]:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
@@ -84,21 +86,23 @@ def _qwen(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
     processor = kind(images, tokenizer, videos(), chat_template=tokenizer.chat_template)
     common = {"depth": 2, "num_heads": 2, "patch_size": 4}
     vision = {
-        "qwen2_vl": {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+        "qwen2_vl": {**common, "embed_dim": 16, "hidden_size": width, "mlp_ratio": 2},
         "qwen2_5_vl": {
-            **common, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16,
+            **common, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": width, "window_size": 16,
             "fullatt_block_indexes": [1],
         },
         "qwen3_vl": {
-            **common, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 64,
+            **common, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": width, "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
     }[name]  # fmt: skip
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in _QWEN_IDS.items()}
-    return {**ids, "text_config": {**_TEXT, **_MROPE}, "vision_config": vision}, processor
+    axes = {"rope_type": "default", "mrope_section": [width // 16, width // 32, width // 32], "rope_theta": 1e4}
+    axes |= {"mrope_interleaved": True} if name == "qwen3_vl" else {}  # as its checkpoints say; vLLM reads it
+    return {**ids, "text_config": _text(width, rope_parameters=axes), "vision_config": vision}, processor
 
 
-def _gemma3(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
+def _gemma3(name: str, width: int) -> tuple[dict[str, Any], ProcessorMixin]:
     from transformers import Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -107,7 +111,7 @@ def _gemma3(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     processor = Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
     return {
-        "text_config": {**_TEXT, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+        "text_config": _text(width, layer_types=["sliding_attention", "full_attention"], sliding_window=8),
         "vision_config": {**_SIGLIP, "image_size": 16},
         "mm_tokens_per_image": 4,
         "image_token_id": tokenizer.image_token_id,
@@ -116,7 +120,7 @@ def _gemma3(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
     }, processor
 
 
-def _idefics(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
+def _idefics(name: str, width: int) -> tuple[dict[str, Any], ProcessorMixin]:
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -137,21 +141,21 @@ def _idefics(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
             Idefics3ImageProcessorPil(**size), tokenizer, image_seq_len=4, chat_template=template
         )
     return {
-        "text_config": {**_TEXT, "model_type": "llama"},
+        "text_config": _text(width, model_type="llama"),
         "vision_config": {**_SIGLIP, "image_size": 16},
         "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
         "scale_factor": 2,
     }, processor
 
 
-def _llava(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
+def _llava(name: str, width: int) -> tuple[dict[str, Any], ProcessorMixin]:
     tokenizer = _tokenizer("<image>", "<image>", "<video>")
     ids = {
         "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
         "video_token_index": tokenizer.convert_tokens_to_ids("<video>"),
     }
     config: dict[str, Any] = {
-        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "text_config": _text(width, model_type="qwen2"),
         "vision_config": {**_SIGLIP, "image_size": 16},
     }
     if name == "llava":
@@ -181,7 +185,7 @@ def _llava(name: str) -> tuple[dict[str, Any], ProcessorMixin]:
     return {**config, **ids, "vision_config": vision, "image_grid_pinpoints": pinpoints}, processor
 
 
-IMAGE_ARCHITECTURES: dict[str, Callable[[str], tuple[dict[str, Any], ProcessorMixin]]] = {
+IMAGE_ARCHITECTURES: dict[str, Callable[[str, int], tuple[dict[str, Any], ProcessorMixin]]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen,
@@ -194,14 +198,15 @@ IMAGE_ARCHITECTURES: dict[str, Callable[[str], tuple[dict[str, Any], ProcessorMi
 """Model type to what makes its configuration and its processor."""
 
 
-def make_image_model(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:
+def make_image_model(name: str, *, width: int = 32, seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Make a tiny model with random weights that react to every token, position and pixel, and its processor.
 
     Args:
         name: Key of ``IMAGE_ARCHITECTURES``, a model type.
+        width: Of the model, in four heads.
         seed: Seed of the weights.
     """
-    options, processor = IMAGE_ARCHITECTURES[name](name)
+    options, processor = IMAGE_ARCHITECTURES[name](name, width)
     tokenizer: Any = processor.tokenizer
     ends = {
         "eos_token_id": tokenizer.eos_token_id,

@@ -24,6 +24,8 @@ import pytest
 
 ALLOWED = (
     "home/.cache/huggingface*",
+    "home/.cache/dconf*",  # what Chromium makes beside its profile
+    "home/.config/chromium*",
     "home/.cache/torch_extensions*",  # those that DeepSpeed builds
     "home/.config/agile_trainers/checkpoint.key",  # see docs/checkpoints.md
     "tmp/tmp*/*_remote_module_non_scriptable*",  # nor does PyTorch 2.9 remove what it writes then

@@ -3479,9 +3479,30 @@ MUTATIONS = [
     Mutation(
         "an image token may be sampled",
         "rollout/generators/images.py",
-        "        bias[[token for token in tokens if token < len(bias)]] = _UNLIKELY\n",
+        "        bias[self.suppressed] = _UNLIKELY\n",
         "",
         IMAGES,
+    ),
+    Mutation(
+        "vLLM caches images of one size under the same key",
+        "rollout/generators/images.py",
+        '                key = f"{-picture.key:x}-{first}"\n',
+        '                key = f"{picture.count}-{first}"\n',
+        f"{IMAGES} -k runs_of_image_tokens",
+    ),
+    Mutation(
+        "vLLM gets the first features of an image for each of its tiles",
+        "rollout/generators/images.py",
+        "picture.features[first:end]",
+        "picture.features[: end - first]",
+        f"{IMAGES} -k runs_of_image_tokens",
+    ),
+    Mutation(
+        "Gemma 3's images are sampled causally on vLLM",
+        "trainers/setup.py",
+        "    if model_type not in SERVED:\n",
+        "    if False:\n",
+        f"{IMAGE_RUNS} -k vllm",
     ),
     Mutation(
         "the text after an image begins at the image's last token",

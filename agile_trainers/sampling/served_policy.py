@@ -13,8 +13,9 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from agile_trainers.adapters.roles import POLICY, belongs_to
+from agile_trainers.adapters.roles import POLICY, base_model, belongs_to
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.images import reader_of
 from agile_trainers.sampling.vllm_checks import compute_dtype
 
 SavedAdapter = tuple[Mapping[str, torch.Tensor], LoraConfig]
@@ -54,6 +55,7 @@ class ServedPolicy(ABC):
     ):
         self._model, self._accelerator, self._distribution = model, accelerator, distribution
         self._sleeps, self._offloads = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
+        self._reader = reader_of(base_model(model))
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
         self.dtype = compute_dtype(args, model)
         self._group = self._make_group(args)

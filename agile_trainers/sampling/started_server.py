@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from transformers.utils import logging
 from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
+from agile_trainers.rollout.generators.images import reader_of, vllm_options
 from agile_trainers.sampling.vllm_checks import (
     base_source,
     check_batch_invariant,
@@ -39,6 +41,7 @@ SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"
 """Variables without which a server tells nothing about itself and takes no adapters."""
 # As in `VllmEngine`, which says why.
 _ON_CPU = ("--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill")
+_OF_IMAGES = ("--enable-scale-out", "--enable-mm-embeds", "--skip-mm-profiling", "--mm-processor-cache-gb", "0")
 _OF_THE_LAUNCH = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|WORLD_NAME|NAME)|(MASTER|TORCHELASTIC|ACCELERATE|FSDP)_\w+"
 )
@@ -284,6 +287,10 @@ def server_command(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     command += ["--enable-lora", "--enable-prompt-tokens-details"]
+    base = base_model(model)
+    if reader_of(base) is not None:
+        limits = vllm_options(base.config.model_type)["limit_mm_per_prompt"]
+        command += [*_OF_IMAGES, "--limit-mm-per-prompt", json.dumps(limits)]
     return [*command, *(["--trust-remote-code"] if args.trust_remote_code else []), *(() if on_gpu else _ON_CPU)]
 
 

@@ -20,6 +20,7 @@ from vllm.version import __version__ as VERSION
 
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.images import vllm_options
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
 from agile_trainers.sampling.served_policy import ServedPolicy
@@ -159,6 +160,8 @@ class VllmPolicy(ServedPolicy):
             "enable_sleep_mode": self._sleeps,
             "tensor_parallel_size": parallel,
         }
+        if self._reader is not None:
+            self.started |= vllm_options(base_model(self._model).config.model_type)
         if shared.engine is not None and shared.started == self.started:
             self.engine = shared.engine
             for part in ("weights", "kv_cache") if self._sleeps else ():
@@ -213,8 +216,9 @@ class VllmPolicy(ServedPolicy):
         after the rollout are those that they would have been without it.
         """
         made = VllmGenerator(
-            self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of
-        )
+            self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
+            reader=self._reader,
+        )  # fmt: skip
         devices = [torch.cuda.current_device()] if self._accelerator.device.type == "cuda" else []
         with torch.random.fork_rng(devices), closing(made):
             if self._group is None:

@@ -94,6 +94,8 @@ class ServerPolicy(ServedPolicy):
                 max_model_length=max_model_length,
             )
             check_slots(server.info, server.url, args.batches_ahead)
+            if self._reader is not None:
+                server.check_images()
         self.server = VllmServers(servers)
         self._on_main(self.server.drop_left)
         if self._config is None:
@@ -165,7 +167,8 @@ class ServerPolicy(ServedPolicy):
     ) -> Iterator[Generator]:
         """Make a generator of this process."""
         made = ServerGenerator(
-            self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of
-        )
+            self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
+            reader=self._reader,
+        )  # fmt: skip
         with closing(made):
             yield made

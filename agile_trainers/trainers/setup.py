@@ -52,7 +52,7 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators.architecture import check_padding
-from agile_trainers.rollout.generators.images import LANGUAGE, SUPPORTED, prepare_for_images
+from agile_trainers.rollout.generators.images import LANGUAGE, SERVED, SUPPORTED, prepare_for_images
 from agile_trainers.rollout.seeds import TRAINING, Mixture, environment_seed
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.delivery import Delivery
@@ -595,7 +595,7 @@ def prepare_images(args: Any, accelerator: Accelerator, policy: Any, reference: 
     """
     text_only = "For episodes of text, pass the processor's tokenizer as `processing_class`."
     if args.use_vllm:
-        raise ValueError(f"use_vllm=True samples text, and processing_class is a processor of images. {text_only}")
+        _check_images_on_vllm(args, base_model(policy).config.model_type, text_only)
     if args.teacher is not None:
         raise ValueError(
             f"teacher={args.teacher!r} reads text, and processing_class is a processor of images. {text_only}"
@@ -615,6 +615,21 @@ def prepare_images(args: Any, accelerator: Accelerator, policy: Any, reference: 
             f"once. Set lora_target_scope='language_model' ('text_model' of Idefics 3 and SmolVLM). {text_only}"
         )
     return reader.encode
+
+
+def _check_images_on_vllm(args: Any, model_type: str, text_only: str) -> None:
+    if model_type not in SERVED:
+        raise ValueError(
+            f"use_vllm=True shows images to {', '.join(SERVED)}, not to {model_type!r}, whose image tokens see each other. "
+            f"Set use_vllm=False. {text_only}"
+        )
+    alone = {"offload_policy_during_rollout": False, "vllm_tensor_parallel_size": 1, "vllm_model_impl": "vllm"}
+    for name, value in alone.items():
+        if getattr(args, name) != value:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is not known to work with images, which the trainer's model encodes during "
+                f"a rollout. Set {name}={value!r}. {text_only}"
+            )
 
 
 _WHOLE_COPIES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)

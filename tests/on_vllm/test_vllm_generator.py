@@ -191,7 +191,7 @@ def test_a_turn_reads_what_is_cached_of_the_turns_before(engine: VllmEngine, mod
     answer = run(generator, GenerationRequest(0, prompt, 8, uniforms(0))).token_ids
     params = generator._params.clone()
     params.max_tokens = 1
-    engine.submit([*prompt, *answer, 5, 6], params)
+    engine.submit({"type": "token", "prompt_token_ids": [*prompt, *answer, 5, 6]}, params)
     (output,) = engine.engine.step()
     assert output.num_cached_tokens == 96  # whole blocks of 32
 

@@ -235,6 +235,27 @@ def test_positions_of_several_axes_by_the_models_own_code() -> None:
     assert reader is prepare_for_images(model)
 
 
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_vl"])
+def test_runs_of_image_tokens_are_the_conversations_and_keyed_by_content(name: str) -> None:
+    """What vLLM gets: text between the tiles of an image divides it, and the same image has the same keys everywhere."""
+    reader = prepare_for_images(made(name)[0])
+    first, second = play(name, seeds=(1, 2))
+    keys: dict[str, bytes] = {}
+    for episode in (first, second):
+        ((ids, pictures),) = episode.shown
+        runs = reader.runs(ids, [*pictures])
+        places = [place for run in runs for place in range(run.start, run.start + len(run.features))]
+        assert places == [place for place, token in enumerate(ids) if token == reader.token_id]
+        assert torch.equal(torch.cat([run.features for run in runs]), torch.cat([one.features for one in pictures]))
+        for run in runs:
+            assert keys.setdefault(run.key, run.features.numpy().tobytes()) == run.features.numpy().tobytes()
+            assert (run.grid is None) == (name == "idefics3")
+        assert (len(runs) > len(pictures)) == (name == "idefics3")
+        again = reader.runs([reader.token_id] * len(places), [*pictures])
+        assert [run.key.split("-")[0] for run in again] == list(dict.fromkeys(run.key.split("-")[0] for run in runs))
+    assert len(set(keys.values())) == len(keys)
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 

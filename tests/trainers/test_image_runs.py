@@ -173,9 +173,39 @@ def test_the_encoder_is_frozen_and_adapters_are_in_the_language_part(folders, tm
         make_trainer(folders["idefics3"], tmp_path / "all", environment=Gallery, lora={"exclude_modules": ["lm_head"]})
 
 
-def test_what_samples_text_alone_is_refused():
+def test_what_vllm_cannot_be_shown_is_refused():
     """vLLM is not installed where this runs, so that the trainer's constructor would say that first."""
-    with pytest.raises(ValueError, match=r"use_vllm=True samples text, .* pass the processor's tokenizer"):
-        prepare_images(SimpleNamespace(use_vllm=True), None, None, None)
-    with pytest.raises(ValueError, match=r"teacher='runs/t' reads text, .* pass the processor's tokenizer"):
-        prepare_images(SimpleNamespace(use_vllm=False, teacher="runs/t"), None, None, None)
+    gemma, _ = make_image_model("gemma3")
+    with pytest.raises(
+        ValueError, match=r"shows images to idefics3, .*not to 'gemma3', whose image tokens see each other"
+    ):
+        prepare_images(SimpleNamespace(use_vllm=True), None, gemma, None)
+    model, _ = make_image_model("idefics3")
+    good = {"offload_policy_during_rollout": False, "vllm_tensor_parallel_size": 1, "vllm_model_impl": "vllm"}
+    bad = {"offload_policy_during_rollout": True, "vllm_tensor_parallel_size": 2, "vllm_model_impl": "transformers"}
+    for name, value in bad.items():
+        with pytest.raises(
+            ValueError, match=rf"{name}={value!r} is not known to work with images.* Set {name}={good[name]!r}"
+        ):
+            prepare_images(SimpleNamespace(use_vllm=True, **good | {name: value}), None, model, None)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
+def test_a_teacher_reads_text(folders, tmp_path, algorithm):
+    with pytest.raises(ValueError, match=r"teacher='policy' reads text, .* pass the processor's tokenizer"):
+        make_trainer(
+            folders["idefics3"],
+            tmp_path,
+            environment=Gallery,
+            algorithm=algorithm,
+            teacher="policy",
+            teacher_hint="hint",
+        )
+
+
+def test_rows_with_images_are_padded_and_it_is_said(folders, tmp_path, caplog):
+    with pytest.raises(ValueError, match=r"sequence_packing='prefix' cannot pack .* reads images"):
+        make_trainer(folders["idefics3"], tmp_path / "prefix", environment=Gallery, sequence_packing="prefix")
+    with caplog.at_level("INFO"):
+        make_trainer(folders["idefics3"], tmp_path / "auto", environment=Gallery)
+    assert "reads images" in caplog.text

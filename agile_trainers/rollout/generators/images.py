@@ -8,6 +8,8 @@ those that its own code gives an image, moved to where the image is.
 from __future__ import annotations
 
 import inspect
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +22,11 @@ from agile_trainers.types import Picture, located
 
 SUPPORTED = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Model types whose sampled, scored and trained log-probabilities of images ``make architectures`` compares."""
+SERVED = tuple(name for name in SUPPORTED if name != "gemma3")
+"""Model types whose images vLLM takes as features. Of Gemma 3, whose image tokens see each other, it takes pixels alone."""
 LANGUAGE = ("language_model", "text_model")
 """Names of the part of such a model that is trained."""
+_GRID = "image_grid_thw"
 _UNLIKELY = -1e4
 """Logit of a token that is not sampled: its probability is 0, and its product with that 0, of the entropy, is finite."""
 
@@ -38,6 +43,20 @@ class Shown:
     """(N,) int64."""
 
 
+@dataclass(frozen=True)
+class ImageRun:
+    """Consecutive image tokens of a conversation."""
+
+    key: str
+    """Name of the features, the same for the same image."""
+    start: int
+    features: torch.Tensor
+    """(N, W)."""
+    grid: torch.Tensor | None
+    """(3,) int64, patches of the image over time, height and width; None if the model has positions of one axis."""
+
+
+_encoding = threading.Lock()  # batches ahead are played in another thread
 _shown: Shown | None = None  # in the forward pass that runs
 
 
@@ -74,13 +93,17 @@ class ImageReader:
         language = next((getattr(self._model, name) for name in LANGUAGE if hasattr(self._model, name)), None)
         if language is not None and "deepstack_visual_embeds" in inspect.signature(language.forward).parameters:
             language.register_forward_pre_hook(_stack, with_kwargs=True)
+        self.suppressed: list[int] = []
+        """Tokens of the vocabulary that are never sampled."""
         self._suppress()
 
-    @torch.no_grad()
     def encode(self, picture: Picture) -> None:
         """Give a picture its features, if it has none."""
-        if picture.features is not None:
-            return
+        with _encoding, torch.no_grad():
+            if picture.features is None:
+                self._encode(picture)
+
+    def _encode(self, picture: Picture) -> None:
         parameters = inspect.signature(self._model.get_image_features).parameters
         device, dtype = self._base.device, next(self._encoder_parameters()).dtype
         inputs = {
@@ -98,7 +121,20 @@ class ImageReader:
                 f"{picture.count} placeholders of width {self._width}: the processor belongs to another model."
             )
         picture.features, picture.offsets = torch.cat(flat, dim=1), self._offsets(picture)
-        picture.inputs = {}
+        picture.inputs = {name: value for name, value in picture.inputs.items() if name == _GRID}
+
+    def runs(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[ImageRun]:
+        """Return the images of a conversation as features, in order. Text inside an image divides it."""
+        found = []
+        for picture, places in located(ids, pictures):
+            self.encode(picture)
+            assert picture.features is not None
+            begins = [k for k, place in enumerate(places) if not k or place != places[k - 1] + 1]
+            grid = picture.inputs[_GRID][0].cpu() if _GRID in picture.inputs else None
+            for first, end in itertools.pairwise([*begins, len(places)]):
+                key = f"{-picture.key:x}-{first}"
+                found.append(ImageRun(key, places[first], picture.features[first:end], grid))
+        return found
 
     def inputs(self, mask: torch.Tensor, shown: Shown, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what a forward pass of padded rows takes beside ids, mask and plain positions.
@@ -182,7 +218,7 @@ class ImageReader:
         if self._axes is None:
             return torch.tensor([[0, 0, 0, 1]]).expand(picture.count, 4)
         ids = torch.full((1, picture.count), self.token_id)
-        grid = picture.inputs["image_grid_thw"].cpu()
+        grid = picture.inputs[_GRID].cpu()
         positions, delta = self._axes(ids, mm_token_type_ids=torch.ones_like(ids), image_grid_thw=grid)
         offsets = torch.cat([positions[:, 0].T, torch.zeros(picture.count, 1, dtype=torch.long)], dim=1)
         offsets[-1, 3] = picture.count + int(delta)
@@ -196,7 +232,8 @@ class ImageReader:
         head = getattr(head, "base_layer", head)
         bias = head.weight.new_zeros(head.weight.shape[0]) if head.bias is None else head.bias.detach().clone()
         tokens = [token for name in names if (token := getattr(config, name, None)) is not None]
-        bias[[token for token in tokens if token < len(bias)]] = _UNLIKELY
+        self.suppressed = [token for token in tokens if token < len(bias)]
+        bias[self.suppressed] = _UNLIKELY
         head._parameters.pop("bias", None)
         head.register_buffer("bias", bias, persistent=False)
 
@@ -213,6 +250,24 @@ def reader_of(base: PreTrainedModel) -> ImageReader | None:
     """Return the reader of a model that was prepared for images; None for others."""
     reader: ImageReader | None = vars(base).get("_image_reader")
     return reader
+
+
+def vllm_options(model_type: str) -> dict[str, Any]:
+    """Return the fields of ``vllm.EngineArgs`` with which an engine takes images, as features.
+
+    It encodes none and leaves out the encoder, except that of Qwen3-VL, without which it would drop the features of later
+    layers.
+
+    Args:
+        model_type: One of :data:`SERVED`.
+    """
+    return {
+        "skip_tokenizer_init": False,  # vLLM reads the model's processor
+        "enable_mm_embeds": True,
+        "limit_mm_per_prompt": {"image": int(model_type == "qwen3_vl"), "video": 0},
+        "skip_mm_profiling": True,
+        "mm_processor_cache_gb": 0,
+    }
 
 
 def axis_positions(

@@ -162,9 +162,13 @@ function messageBlock(role, content, images) {
   }));
 }
 
-/** A small image, which a click shows as it is. */
+/** A small image, which a click shows as it is; a tiny one is enlarged. */
 function imageBlock(source) {
-  const image = h("img.shown", { src: source, alt: "An image that the model saw" });
+  const image = h("img.shown", {
+    alt: "An image that the model saw",
+    onload: () => image.classList.toggle("tiny", Math.max(image.naturalWidth, image.naturalHeight) < 48),
+  });
+  image.src = source;
   const button = h("button.image", { title: "Show the whole image", onclick: () => image.classList.toggle("whole") }, image);
   return button;
 }

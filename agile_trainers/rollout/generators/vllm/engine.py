@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm.sampling_params import RequestOutputKind
 from agile_trainers.objectives.kept_sets import encode_sets, without
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
+from agile_trainers.rollout.generators.images import ImageReader, ImageRun
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost, write_adapter
 
@@ -75,7 +76,7 @@ class VllmEngine(AdapterHost[LoRARequest]):
         process: tuple[int, int, int] = (0, 0, 1),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"skip_tokenizer_init": True}
         chunks = True
         if max_lora_rank is not None:
             more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": max_adapters}
@@ -89,7 +90,6 @@ class VllmEngine(AdapterHost[LoRARequest]):
         with _launched_as(*process), _groups.used_by_engine():
             arguments = EngineArgs(
                 model=model,
-                skip_tokenizer_init=True,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_length,
                 max_num_seqs=max_batch_size,
@@ -144,11 +144,10 @@ class VllmEngine(AdapterHost[LoRARequest]):
         self.engine.reset_prefix_cache()
         return moved
 
-    def submit(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None = None) -> str:
-        """Queue a request, for an adapter or for the one that :meth:`load_adapter` set, and return its key."""
+    def submit(self, prompt: Any, params: SamplingParams, adapter: LoRARequest | None = None) -> str:
+        """Queue what :func:`prompt_of` makes, for an adapter or for that of :meth:`load_adapter`, and return its key."""
         self._requests += 1
         key = str(self._requests)
-        prompt: Any = {"type": "token", "prompt_token_ids": token_ids}
         self.engine.add_request(key, prompt, params, lora_request=adapter or self.adapter)
         return key
 
@@ -250,6 +249,8 @@ class VllmGenerator:
         settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
         adapter_of: Returns the adapter that an episode is sampled with. Default: the engine's own for all.
+        reader: Encodes the images of requests. The engine has its
+            :func:`~agile_trainers.rollout.generators.images.vllm_options`.
 
     Raises:
         ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or stop strings are given
@@ -264,12 +265,14 @@ class VllmGenerator:
         settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter_of: Callable[[int], LoRARequest | None] = lambda episode: None,
+        reader: ImageReader | None = None,
     ) -> None:
         check_settings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, engine.vocab_size)
-        self._engine, self._adapter_of = engine, adapter_of
+        self._engine, self._adapter_of, self._reader = engine, adapter_of, reader
         self._settings = settings
         self._params = _sampling_params(settings, eos_token_ids, engine.vocab_size)
+        self._params.logit_bias = logit_bias(reader)
         self._eos = eos_token_ids
         self._stop = stop_criteria(settings, tokenizer)
         self._conversations = Conversations()
@@ -290,7 +293,8 @@ class VllmGenerator:
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
             params.seed = seed_of(request)
-        key = self._engine.submit(list(request.token_ids), params, self._adapter_of(request.episode))
+        prompt = prompt_of(request, self._reader)
+        key = self._engine.submit(prompt, params, self._adapter_of(request.episode))
         self._keys[request.episode, request.call], self._under_way[key] = key, _Answer(request)
         self._conversations.submitted(request)
 
@@ -432,6 +436,59 @@ def check_logprobs(episode: int, logprobs: list[float]) -> None:
 def seed_of(request: GenerationRequest) -> int:
     """Draw the seed of an answer from its episode's random stream."""
     return int(request.uniforms(1)[0] * 2**53)
+
+
+def prompt_of(request: GenerationRequest, reader: ImageReader | None) -> Any:
+    """Return a request's conversation for vLLM, which expands nothing in it: the ids are those that the trainer reads."""
+    ids = list(request.token_ids)
+    runs = [] if reader is None else reader.runs(ids, request.pictures)
+    if not runs:
+        return {"type": "token", "prompt_token_ids": ids}
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": ids,
+        "mm_kwargs": MultiModalKwargsItems({"image": list(map(_item, runs))}),
+        "mm_hashes": {"image": [run.key for run in runs]},
+        "mm_placeholders": {"image": [PlaceholderRange(run.start, len(run.features)) for run in runs]},
+    }
+
+
+def features_of(request: GenerationRequest, reader: ImageReader) -> dict[str, Any] | None:
+    """Return a request's images as a server takes them beside its ids, in JSON; None without any."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+
+    runs = reader.runs(request.token_ids, request.pictures)
+    if not runs:
+        return None
+    items = [encode_mm_kwargs_item(_item(replace(run, features=run.features.cpu()))) for run in runs]
+    return {
+        "mm_hashes": {"image": [run.key for run in runs]},
+        "mm_placeholders": {"image": [{"offset": run.start, "length": len(run.features)} for run in runs]},
+        "kwargs_data": {"image": items},
+    }
+
+
+def _item(run: ImageRun) -> Any:
+    """Return features as vLLM takes them. Text does not need its classes, of which its versions differ."""
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalFlatField,
+        MultiModalKwargsItem,
+    )
+
+    if run.grid is None:
+        return MultiModalKwargsItem({"image_embeds": MultiModalFieldElem(run.features, MultiModalBatchedField())})
+    flat = MultiModalFlatField(slices=[slice(0, len(run.features))])
+    grid = MultiModalFieldElem(run.grid, MultiModalBatchedField(keep_on_cpu=True))
+    return MultiModalKwargsItem({"image_embeds": MultiModalFieldElem(run.features, flat), "image_grid_thw": grid})
+
+
+def logit_bias(reader: ImageReader | None) -> dict[int, float] | None:
+    """Return vLLM's bias of tokens that are never sampled; -100 is the lowest that it takes."""
+    return None if reader is None else dict.fromkeys(reader.suppressed, -100.0)
 
 
 def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> dict[str, Any]:

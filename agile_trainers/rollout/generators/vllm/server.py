@@ -24,12 +24,15 @@ from urllib3.util.retry import Retry
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids
+from agile_trainers.rollout.generators.images import ImageReader
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
 from agile_trainers.rollout.generators.vllm.engine import (
     check_logprobs,
     check_settings,
+    features_of,
     kept_sets,
+    logit_bias,
     sampling_fields,
     seed_of,
 )
@@ -46,6 +49,9 @@ RETRIES = Retry(
 
 MOST_STOP_STRINGS = 4
 """Maximum number of stop strings in a request to a server."""
+
+
+_WITH_IMAGES = "/inference/v1/generate"
 
 
 class _PatientAdapter(HTTPAdapter):
@@ -119,16 +125,45 @@ class VllmServer(AdapterHost[str]):
         """Request an answer, of an adapter or of the one that :meth:`load_adapter` set; wait for ids and log-probabilities.
 
         Thread-safe. The third value is the number of ids that the server took from its prefix cache, if it reports it
-        (``--enable-prompt-tokens-details``).
+        (``--enable-prompt-tokens-details``). With the field ``features``, images or None, the request goes to the endpoint
+        that takes images; see :meth:`check_images`.
         """
         name = adapter or self.adapter
         fields = fields if name is None else {"model": name, **fields}
         self._usage.cached = None
         with self._reached():
+            if "features" in fields:
+                return *self._generate_beside_images(token_ids, fields), self._usage.cached
             answer = self.client.generate([token_ids], generation_kwargs=fields)
         logprobs = (position[0] for position in answer["logprobs"][0])
         values = [math.nan if logprob is None else logprob for logprob in logprobs]
         return answer["completion_ids"][0], values, self._usage.cached
+
+    def _generate_beside_images(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float]]:
+        # TRL's client asks this endpoint for the base alone.
+        sampling = {name: value for name, value in fields.items() if name not in ("features", "model")}
+        body = {
+            "model": fields.get("model", self.client.model),
+            "token_ids": token_ids,
+            "features": fields["features"],
+            "sampling_params": {**sampling, "logprobs": 0, "output_kind": 2},
+        }
+        response = self.client.session.post(self.url + _WITH_IMAGES, json=body)
+        if response.status_code != 200:
+            raise ValueError(
+                f"The vLLM server at {self.url} rejects a request: {response.status_code} {response.text[:2000]}"
+            )
+        (choice,) = response.json()["choices"]
+        return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
+
+    def check_images(self) -> None:
+        """Raise ``ValueError`` if the server has no endpoint that takes images beside token ids."""
+        if self.client.session.post(self.url + _WITH_IMAGES, json={}).status_code == 404:
+            raise ValueError(
+                f"The vLLM server at {self.url} does not serve {_WITH_IMAGES}, which takes images beside token ids. Start "
+                "it with --enable-scale-out (vLLM 0.30 and later), or pass the processor's tokenizer as `processing_class` "
+                "for episodes of text."
+            )
 
     def _note_usage(self, response: Response, **_: Any) -> None:
         """Keep what TRL's client drops of an answer, for the thread that waits for it."""
@@ -175,6 +210,7 @@ class ServerGenerator:
         settings: Sampling options. The server finds stop strings with its own tokenizer.
         tokenizer: Needed for ``settings.stop_strings`` only.
         adapter_of: Returns the name of the adapter that an episode is sampled with. Default: the server's own for all.
+        reader: Encodes the images of requests.
 
     Raises:
         ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or there are too many stop
@@ -189,17 +225,20 @@ class ServerGenerator:
         settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter_of: Callable[[int], str | None] = lambda episode: None,
+        reader: ImageReader | None = None,
     ) -> None:
         check_settings(settings)
         _check_stop_strings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, servers.vocab_size)
         self._servers = servers
-        self._adapter_of = adapter_of
+        self._adapter_of, self._reader = adapter_of, reader
         self._settings, self._eos = settings, frozenset(eos_token_ids)
         self._fields = sampling_fields(settings, eos_token_ids)
         self._stop = stop_criteria(settings, tokenizer)
         if self._stop is not None:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
+        if reader is not None:
+            self._fields["logit_bias"] = logit_bias(reader)
         self._conversations = Conversations()
         self._under_way: dict[tuple[int, int], GenerationRequest] = {}
         # What other threads use: requests in the order of their episodes, then of their arrival; and answers.
@@ -222,6 +261,8 @@ class ServerGenerator:
         fields = self._fields | {"max_tokens": request.max_new_tokens}
         if self._settings.do_sample:
             fields["seed"] = seed_of(request)
+        if self._reader is not None:
+            fields["features"] = features_of(request, self._reader)
         self._conversations.submitted(request)
         self._under_way[request.episode, request.call] = request
         self._waiting.put((request.episode, next(self._arrived), request, fields))
