@@ -20,7 +20,7 @@ _EPISODES = {
 }
 """Columns of a run that plays episodes: title to names in the logs, the most important first."""
 _BATCH = ("success", "return", "reward", "turns", "length")
-"""Of these, the columns that are about the episodes, and the same for every update of their batch."""
+"""Columns that are about the episodes, the same for every update of their batch."""
 _COLUMNS = _EPISODES | {
     "zero adv.": ("zero_advantage_groups",),
     "KL": ("kl",),
