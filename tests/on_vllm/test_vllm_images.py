@@ -177,7 +177,7 @@ def training(folder: Path, url: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
 def test_a_server_samples_from_the_same_features(tmp_path: Path, name: str) -> None:
     made(name, tmp_path / "model")
-    with serving(tmp_path / "model", 512, more=["--enable-scale-out"]) as served:
+    with serving(tmp_path / "model", 1024, more=["--enable-scale-out"]) as served:
         trainer = training(tmp_path, served.url)
         trainer.train()
         trainer.close()
@@ -190,7 +190,7 @@ def test_a_server_samples_from_the_same_features(tmp_path: Path, name: str) -> N
 def test_a_server_that_takes_no_images_is_refused(tmp_path: Path) -> None:
     made("llava", tmp_path / "model")
     with (
-        serving(tmp_path / "model", 512) as served,
+        serving(tmp_path / "model", 1024) as served,
         pytest.raises(ValueError, match=r"does not serve /inference/v1/generate.*--enable-scale-out"),
     ):
         training(tmp_path, served.url)
