@@ -81,6 +81,7 @@ def test_every_field_by_hand() -> None:
         "kept_sizes": None,
         "image_features": None,
         "image_places": None,
+        "demonstrations": None,
     }
     integers = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "turn_ids", "state_positions")
     for name in integers:

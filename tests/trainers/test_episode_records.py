@@ -210,7 +210,7 @@ def test_every_nth_generation_batch_and_every_evaluation(embedded_model: Path, t
         sum("loss" in line for line in run.metrics()) == 4 and sum("eval_return" in line for line in run.metrics()) == 2
     )
     assert len(run.vocabulary()) == len(trainer.processing_class)
-    expected = {"format": 3, "kind": "training", "algorithm": "Multi-turn GRPO", "environment": "Chatter", "seed": 3}
+    expected = {"format": 4, "kind": "training", "algorithm": "Multi-turn GRPO", "environment": "Chatter", "seed": 3}
     assert expected.items() <= run.info.items() and run.info["run"] == run.name == trainer.checkpoints.run_id
     assert run.info["model"] == str(embedded_model) and run.info["options"]["max_turns"] == 4
 
