@@ -115,7 +115,8 @@ def train(
             model=str(base),
             environment=environment,
             args=MultiTurnGRPOConfig(
-                output_dir=folder, seed=seed, learning_rate=RATE, lr_scheduler_type="constant", max_steps=UPDATES, num_iterations=1,
+                output_dir=folder, seed=seed, learning_rate=RATE, lr_scheduler_type="constant", max_steps=UPDATES,
+                num_iterations=1,
                 max_turns=TURNS, max_new_tokens=2, num_generations=8, per_device_train_batch_size=64,
                 gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
                 report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, **options,
