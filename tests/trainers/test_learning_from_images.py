@@ -77,11 +77,11 @@ class Shuffled(Colours):
 
 
 def trained(folder: Path, seed: int, environment: Any = Colours, **options: Any) -> MultiTurnGRPOTrainer:
-    """Three minutes of one core. An answer is one word."""
+    """70 batches of four updates, half a minute of one core. An answer is one word."""
     model = make_embedded_image_model(folder / "model", words=WORDS, seed=seed)
     args = MultiTurnGRPOConfig(
         output_dir=str(folder / "run"), max_turns=3, max_new_tokens=1, num_generations=8, per_device_train_batch_size=64,
-        gradient_accumulation_steps=1, max_steps=140, bf16=False, use_cpu=True, gradient_checkpointing=False,
+        gradient_accumulation_steps=1, max_steps=280, bf16=False, use_cpu=True, gradient_checkpointing=False,
         report_to="none", seed=seed, learning_rate=2e-3, lr_scheduler_type="constant", entropy_coef=0.1,
         entropy_coef_schedule="linear", advantage_granularity="turn", save_strategy="no", disable_tqdm=True,
         log_rollouts=0, diagnosis_interval=0, num_eval_episodes=200, **options,
@@ -103,5 +103,6 @@ def test_the_code_word_is_learned_from_images_alone(tmp_path: Path, seed: int) -
 
 
 @pytest.mark.slow
-def test_the_last_image_is_enough(tmp_path: Path) -> None:
-    assert trained(tmp_path, 0, history="images:1").evaluate(greedy=True)["eval_success"] > 0.9
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_last_image_is_enough(tmp_path: Path, seed: int) -> None:
+    assert trained(tmp_path, seed, history="images:1").evaluate(greedy=True)["eval_success"] > 0.9
