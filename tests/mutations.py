@@ -2021,6 +2021,10 @@ MUTATIONS = [
         DIAGNOSIS,
     ),
     Mutation(
+        "a run that plays nothing loses its columns", "monitor/table_rows.py",
+        'or "return" not in batch:', "or not batch:", "tests/trainers/test_progress_table.py -k without_episodes",
+    ),
+    Mutation(
         "an update without a rollout shows no success", "monitor/progress.py", "self._batch = {**values}", "pass",
         "tests/test_cli.py -k trains_and_saves_an_adapter",
     ),

@@ -83,10 +83,10 @@ def with_batch(values: dict[str, float], batch: Mapping[str, float], *, wide: bo
 
     Args:
         values: By title.
-        batch: The last values of an update that did play; empty where there was none.
+        batch: The values of the update before; without a return where the run plays nothing.
         wide: With all columns.
     """
-    if not batch or "return" in values:
+    if "return" in values or "return" not in batch:
         return values
     kept = values if wide else {title: value for title, value in values.items() if title in _EPISODES}
     return {title: batch[title] for title in _BATCH if title in batch} | kept

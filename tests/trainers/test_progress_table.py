@@ -86,6 +86,24 @@ def test_wide_has_the_columns_of_trl_and_is_as_long_as_it_gets_in_a_file() -> No
 def test_a_run_without_episodes_has_those_of_its_own() -> None:
     log = {"mean_token_accuracy": 0.9, "entropy": 1.25, "loss": 0.5, "grad_norm": 2.0, "num_tokens": 7.0}
     assert row_values(log) == ({"entropy": 1.25, "accuracy": 0.9, "loss": 0.5, "grad norm": 2.0}, "")
+    header, *rows = (line.split()[2:] for line in printed([log] * 3).splitlines())
+    assert header == ["entropy", "accuracy", "loss", "grad", "norm"]
+    assert rows == [["1.250", "0.900", "0.500", "2.000"]] * 3
+
+
+def test_updates_that_play_nothing_show_the_episodes_of_their_batch() -> None:
+    played = {"success": 0.25, "return/mean": 0.5, "turns/mean": 2.0, "entropy": 1.0, "loss": 0.1}
+    trained = {"entropy": 0.5, "loss": 0.2}
+    lines = [line.split()[2:] for line in printed([played, trained, {**played, "success": 0.75}, trained]).splitlines()]
+    assert lines == [
+        ["success", "return", "turns", "entropy"],
+        ["0.250", "0.500", "2.000", "1.000"],
+        ["0.250", "0.500", "2.000", "0.500"],
+        ["0.750", "0.500", "2.000", "1.000"],
+        ["0.750", "0.500", "2.000", "0.500"],
+    ]
+    (loss,) = {line.split()[-1] for line in printed([played, trained], wide=True).splitlines()[2:]}
+    assert loss == "0.200"
 
 
 def test_no_row_is_longer_than_the_width_and_cells_are_under_their_titles() -> None:
