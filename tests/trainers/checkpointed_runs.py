@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from games import Chatter, Long, Uneven, make_trainer
@@ -91,6 +93,28 @@ def run_until(step: int, case: str, model: Path, folder: Path, *, resume: Any = 
     except Killed:
         trainer.engine.pool.close()
     return trainer
+
+
+def check_resumed(make: Callable[..., Any], kill: int) -> tuple[Any, Any]:
+    """Train whole, and be killed before a step and resume: the same weights, to the bit.
+
+    Args:
+        make: Makes a trainer that saves each step, given a name for its folder, and callbacks.
+        kill: The step.
+
+    Returns:
+        The trainers of the whole run and of the resumed one.
+    """
+    whole = make("whole")
+    whole.train()
+    killed = make("run", callbacks=[KillBefore(kill)])
+    with pytest.raises(Killed):
+        killed.train()
+    killed.close()
+    again = make("run")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(again), weights(whole))
+    return whole, again
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from games import loss_and_gradients, relative_error
+from games import Gradients, loss_and_gradients, make_trainer, relative_error
 
 WHOLE = 10**6
 """Tokens of a pass that holds a whole micro-batch."""
@@ -40,6 +40,7 @@ def measured(trainer, batch, budget):
 
 
 def check_equal(trainer, batch, budget=120):
+    """The same loss, gradient and metrics in one pass and in several."""
     loss, gradients, metrics, rows = measured(trainer, batch, WHOLE)
     split, gradients_split, metrics_split, rows_split = measured(trainer, batch, budget)
     assert len(rows) == 1 and len(rows_split) > 2 and sum(rows_split) == rows[0]
@@ -48,3 +49,19 @@ def check_equal(trainer, batch, budget=120):
     assert metrics_split.keys() == metrics.keys()
     for name, values in metrics.items():
         assert metrics_split[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+
+
+def check_layouts(model, folder, **options):
+    """The same gradient in one micro-batch of eight rows, in four of two, and with prefixes computed once."""
+    found = []
+    for changes in (
+        {"sequence_packing": "none"},
+        {"sequence_packing": "none", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"sequence_packing": "prefix"},
+    ):
+        gradients = Gradients()
+        trainer = make_trainer(model, folder, callbacks=[gradients], **options, **changes)
+        trainer.train()
+        found.append(gradients.steps[0])
+    assert trainer.packer.packs
+    assert all(relative_error(other, found[0]) < 1e-5 for other in found[1:])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import assert_same, run_until, weights
+from checkpointed_runs import SAVING, check_resumed
 from experts import hums
-from games import Chatter, Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
 from ppo_games import make_ppo, wake
 from recorded import recorded
-from split_passes import WHOLE, drawn, measured
+from split_passes import check_equal, check_layouts, drawn
 
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT, SFT, TREATMENTS, WEIGHTED
@@ -191,29 +191,13 @@ def test_the_credit_of_tokens(embedded_model, tmp_path, loss_type) -> None:
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_split_into_passes_it_is_the_same(embedded_model, tmp_path, treatment, loss_type) -> None:
     trainer = make_trainer(embedded_model, tmp_path, demonstration_loss=treatment, loss_type=loss_type, **EXPERT)
-    batch = drawn(trainer)
-    loss, gradients, metrics, _ = measured(trainer, batch, WHOLE)
-    split, gradients_split, metrics_split, rows = measured(trainer, batch, 120)
-    assert len(rows) > 2 and split == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    assert relative_error(gradients_split, gradients) < 1e-5 and metrics_split.keys() == metrics.keys()
+    check_equal(trainer, drawn(trainer))
 
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_micro_batches_and_packing_change_nothing(embedded_model, tmp_path, treatment) -> None:
-    """One micro-batch of eight rows, four of two, and prefixes computed once; with a KL term, whose references differ."""
-    found = []
-    for changes in (
-        {"sequence_packing": "none"},
-        {"sequence_packing": "none", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"sequence_packing": "prefix"},
-    ):
-        gradients = Gradients()
-        options = {"demonstration_loss": treatment, "callbacks": [gradients], "beta": 0.1, **EXPERT}
-        trainer = make_trainer(embedded_model, tmp_path, **options, **changes)
-        trainer.train()
-        found.append(gradients.steps[0])
-    assert trainer.packer.packs
-    assert all(relative_error(other, found[0]) < 1e-5 for other in found[1:])
+    """With a KL term, whose references differ."""
+    check_layouts(embedded_model, tmp_path, demonstration_loss=treatment, beta=0.1, **EXPERT)
 
 
 @pytest.mark.parametrize(
@@ -224,18 +208,14 @@ def test_micro_batches_and_packing_change_nothing(embedded_model, tmp_path, trea
         (SFT, {"resample_zero_advantage_groups": 1}),
     ],
 )
-def test_a_killed_run_goes_on(embedded_model, tmp_path, monkeypatch, treatment, changes) -> None:
+def test_a_killed_run_goes_on(embedded_model, tmp_path, treatment, changes) -> None:
     """In the middle of a generation batch too, to the bit."""
     options = {
         "demonstration_loss": treatment, "max_steps": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "optim": "adamw_torch", "learning_rate": 1e-2, **EXPERT, **changes,
+        "optim": "adamw_torch", "learning_rate": 1e-2, **SAVING, **EXPERT, **changes,
     }  # fmt: skip
-    monkeypatch.setitem(run_until.__globals__["CASES"], "shown", options)
-    whole = run_until(99, "shown", embedded_model, tmp_path / "whole")
-    run_until(3, "shown", embedded_model, tmp_path / "run")
-    again = run_until(99, "shown", embedded_model, tmp_path / "run", resume="auto")
+    _, again = check_resumed(lambda name, **more: make_trainer(embedded_model, tmp_path / name, **options, **more), 3)
     assert again.state.global_step == 4
-    assert_same(weights(again), weights(whole))
 
 
 def test_an_answer_that_the_policy_cannot_give_costs_no_other_gradient(embedded_model, tmp_path) -> None:

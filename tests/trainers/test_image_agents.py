@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import requests
-from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
+from checkpointed_runs import SAVING, check_resumed
 from games import make_trainer
 from image_episodes import CLIENTS, TURNS, saved, screenshots, train_on_screenshots, value_of
 
@@ -82,12 +82,4 @@ def test_the_same_episodes_are_played_again_after_a_kill(folders, tmp_path):
         "environment": Agent(ask_plainly), "max_turns": TURNS, "max_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
         "batches_ahead": 1, "per_device_train_batch_size": 4, **SAVING,
     }  # fmt: skip
-    whole = make_trainer(folders["qwen2_vl"], tmp_path / "whole", **options)
-    whole.train()
-    killed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", callbacks=[KillBefore(1)], **options)
-    with pytest.raises(Killed):
-        killed.train()
-    killed.close()
-    resumed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(resumed), weights(whole))
+    check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)

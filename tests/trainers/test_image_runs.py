@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
+from checkpointed_runs import SAVING, assert_same, check_resumed
 from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
 from image_episodes import native_inputs, native_log_probs, saved
 from ppo_games import make_ppo, wake
@@ -128,15 +128,7 @@ def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path, ahead):
         "environment": Gallery, "max_steps": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
         "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": ahead, **SAVING,
     }  # fmt: skip
-    whole = make_trainer(folders["qwen2_vl"], tmp_path / "whole", **options)
-    whole.train()
-    killed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", callbacks=[KillBefore(1)], **options)
-    with pytest.raises(Killed):
-        killed.train()
-    killed.close()
-    resumed = make_trainer(folders["qwen2_vl"], tmp_path / "killed", **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(resumed), weights(whole))
+    check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)
 
 
 def test_environments_in_processes_show_the_same_images(folders, tmp_path):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import assert_same, run_until, weights
-from games import Gradients, Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
+from checkpointed_runs import SAVING, check_resumed
+from games import Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
 from path_episodes import measured as measured_episodes
 from path_episodes import repeated
 from ppo_games import make_ppo, wake
-from split_passes import WHOLE, drawn, measured
+from split_passes import WHOLE, check_layouts, drawn, measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.roles import TEACHER, running
@@ -125,25 +125,7 @@ def test_split_into_passes_it_is_the_same(embedded_model, tmp_path, teacher, gra
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_micro_batches_and_packing_change_nothing(embedded_model, tmp_path, teacher, gradient) -> None:
-    """One micro-batch of eight rows, four of two, and prefixes computed once."""
-    found = []
-    for changes in (
-        {"sequence_packing": "none"},
-        {"sequence_packing": "none", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"sequence_packing": "prefix"},
-    ):
-        gradients = Gradients()
-        options = {
-            "teacher": teacher,
-            "teacher_gradient": gradient,
-            "teacher_turn_decay": 0.7,
-            "callbacks": [gradients],
-        }
-        trainer = make_trainer(embedded_model, tmp_path, **options, **changes)
-        trainer.train()
-        found.append(gradients.steps[0])
-    assert trainer.packer.packs
-    assert all(relative_error(other, found[0]) < 1e-5 for other in found[1:])
+    check_layouts(embedded_model, tmp_path, teacher=teacher, teacher_gradient=gradient, teacher_turn_decay=0.7)
 
 
 def test_episodes_of_equal_rewards_are_taught(embedded_model, tmp_path, teacher) -> None:
@@ -353,19 +335,17 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
         (FORWARD, {"environment": Long, "history": "games:takes_notes", "max_turns": 6}),
     ],
 )
-def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, monkeypatch, gradient, changes) -> None:
+def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, gradient, changes) -> None:
     """In the middle of a generation batch too, to the bit."""
     settings = {
         "teacher": teacher, "teacher_gradient": gradient, "teacher_coef_end": 0.1, "num_generations": 2, "max_steps": 4,
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
-        **changes,
+        **SAVING, **changes,
     }  # fmt: skip
-    monkeypatch.setitem(run_until.__globals__["CASES"], "taught", settings)
-    whole = run_until(99, "taught", embedded_model, tmp_path / "whole")
-    run_until(3, "taught", embedded_model, tmp_path / "run")
-    again = run_until(99, "taught", embedded_model, tmp_path / "run", resume="auto")
+    whole, again = check_resumed(
+        lambda name, **more: make_trainer(embedded_model, tmp_path / name, **settings, **more), 3
+    )
     assert again.state.global_step == 4
-    assert_same(weights(again), weights(whole))
     assert again.state.log_history[-2]["teacher/kl"] == whole.state.log_history[-2]["teacher/kl"]
 
 
