@@ -172,7 +172,10 @@ def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, D
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         source = f"{path.name}, line {number}"
-        row = from_json(line)
+        try:
+            row = from_json(line)
+        except ValueError as error:
+            raise ValueError(f"demonstrations: {source} is no JSON: {error}.") from error
         fields = {"messages": list, "rewards": list, "seed": int}
         if missing := [
             n for n, kind in fields.items() if not isinstance(row, dict) or not isinstance(row.get(n), kind)

@@ -305,7 +305,7 @@ def test_a_replay_that_disagrees_is_an_error(embedded_model, tmp_path, row, told
         (conversation(rewards=[]), "has 1 answers and 0 rewards"),
         (conversation(environment="chess"), "is of the environment 'chess'; the run has None"),
         ("", "has no episode that succeeded"),
-        ("{", "line 1"),
+        ("{", "shown.jsonl, line 1 is no JSON"),
     ],
 )
 def test_a_file_that_holds_no_conversations_is_refused(embedded_model, tmp_path, row, told) -> None:
