@@ -756,7 +756,7 @@ MUTATIONS = [
     Mutation(
         "answers of an expert given twice after a checkpoint", "rollout/rollout.py",
         "answered = len(self._recorded[key].answers) if key in self._recorded else 0", "answered = 0",
-        f"{SHOWN} -k goes_on",
+        "tests/rollout/test_background.py -k expert_goes_on",
     ),
     Mutation(
         "an expert's success in the policy's", "monitor/episode_log.py",

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from episodes import make_engine
@@ -15,6 +16,7 @@ from pausing import SPECS, Countdown, Counting, answer, compared, whole
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedEpisode
+from agile_trainers.rollout.spec import Demonstration, GivenAnswer
 from agile_trainers.step.ahead import BackgroundRollout
 from agile_trainers.types import Trajectory
 
@@ -169,3 +171,23 @@ def test_it_ends_at_once() -> None:
         background.close()
         assert generator.pending == 0
     assert not [one for one in threading.enumerate() if one.name == "rollout"]
+
+
+def test_an_expert_goes_on_after_the_answers_that_are_known() -> None:
+    """A resumed run gives each of its answers once, although a checkpoint was saved in the middle of its episodes."""
+    played = make_engine(Counting, max_turns=8).run(SPECS, ScriptedGenerator(answer))
+    said = [[GivenAnswer(one.completion_ids[turn.start : turn.end]) for turn in one.turns] for one in played]
+    shown = [
+        replace(spec, demonstration=Demonstration("here", answers, one.rewards))
+        for spec, answers, one in zip(SPECS, said, played, strict=True)
+    ]
+    nobody = ScriptedGenerator(answer, lambda request: 10**9)
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), shown)
+        rollout.play_until(Countdown(2), nobody)
+        records = rollout.record(range(12))
+    assert any(0 < len(record.answers) < len(one.turns) for record, one in zip(records, played, strict=True))
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), shown, records)
+        again = rollout.play(range(12), nobody)
+    assert [one.completion_ids for one in again] == [one.completion_ids for one in played]
