@@ -19,7 +19,7 @@ def demonstration_credit(advantages: torch.Tensor, treatment: str) -> torch.Tens
     """Return what the gradient of each token of an expert is multiplied by, before probabilities weigh it.
 
     Args:
-        advantages: Of the tokens, any shape, at least 0: 0 of a demonstration that is not better than what it is compared with.
+        advantages: Of the tokens, any shape, at least 0: 0 of a demonstration that is not better than the others.
         treatment: Of :data:`TREATMENTS`.
     """
     return (advantages > 0).to(advantages.dtype) if treatment == SFT else advantages
