@@ -75,6 +75,7 @@ def main() -> None:
             output_dir=str(folder),
             seed=seed,
             max_steps=options.rl_steps,
+            num_iterations=1,  # as its figures were measured
             max_turns=5,
             max_new_tokens=40,
             per_device_train_batch_size=128,

@@ -162,6 +162,7 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
                 "dataset": str(output / "secrets.jsonl"),
                 "learning_rate": 3e-3,
                 "max_steps": round(150 * scale),
+                "num_iterations": 1,  # as its figures were measured
                 "max_turns": GUESSES,
                 "max_new_tokens": 2,
                 "advantage_granularity": "trajectory",

@@ -65,6 +65,7 @@ def main() -> None:
             num_generations=8,
             per_device_train_batch_size=96 if tiny else 16,
             max_steps=options.rl_steps,
+            num_iterations=1,  # as its figures were measured
             learning_rate=3e-3 if tiny else 1e-5,
             lr_scheduler_type="constant",
             entropy_coef=0.005 if tiny else 0.0,
