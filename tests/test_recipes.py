@@ -57,8 +57,8 @@ def test_a_population_needs_the_memory_of_one_run_and_its_file_is_read(tmp_path:
     settings = file.plan.make(file.model, file.environment, file.plan.lora, load=False).lineage.settings
     ends, living = settings["rounds"], [8, 4, 2, 1]
     assert ends == [15, 30, 60, 200]
-    batches = sum(n * (end - begin) for n, begin, end in zip(living, [0, *ends], ends))
-    assert f"play {batches}\ngeneration batches" in PAGE or f"play {batches} generation batches" in PAGE
+    updates = sum(n * (end - begin) for n, begin, end in zip(living, [0, *ends], ends))
+    assert f"make {updates}\nupdates together" in PAGE or f"make {updates} updates together" in PAGE
 
 
 def test_the_commands_of_the_page_run(
