@@ -2,7 +2,8 @@
 
 A lock shows a digit and asks for three digits that follow from it, a turn each. The hard lock pays 1 for all three and
 closes at the first wrong one. The easy lock pays a third for each. The bad expert is right in half of its turns; the bad
-teacher has learned a lock of other digits. Seeds differ in the untrained weights, the episodes and the sampling.
+teacher has learned a lock of other digits, and its coefficient falls to 0 over the first quarter of a long training. Seeds
+differ in the untrained weights, the episodes and the sampling.
 
 Each finished training is a line of ``results/demonstrations.jsonl`` and is not repeated. The tables are in
 ``docs/demonstrations.md``; ``--report`` writes them from what is done.
@@ -35,7 +36,8 @@ RESULTS = ROOT / "benchmarks/results/demonstrations.jsonl"
 PAGE = ROOT / "docs/demonstrations.md"
 RUNS = ROOT / "runs/demonstrations"
 WORDS = (*"0123456", "dial", "next", "open", "closed")
-TURNS, UPDATES, LAST, SEEDS = 3, 100, 10, (0, 1, 2, 3, 4)
+TURNS, LAST, SEEDS = 3, 10, (0, 1, 2, 3, 4)
+UPDATES = {"hard": 200, "easy": 100, "long": 300}
 RATE = 2e-3
 TREATMENTS = ("weighted", "advantage_sft", "sft")
 Run = dict[str, Any]
@@ -90,7 +92,10 @@ TASKS: dict[str, dict[str, dict[str, Any]]] = {
     "easy": {
         "GRPO": {},
         **{f"bad expert, {name}": with_expert(demonstrations="bad", demonstration_loss=name) for name in TREATMENTS},
-        "bad teacher": {"teacher": str(RUNS / "bad_teacher"), "teacher_coef_end": 0.0},
+    },
+    "long": {
+        "GRPO": {},
+        "bad teacher": {"teacher": str(RUNS / "bad_teacher"), "teacher_steps": 0.25},
     },
 }
 
@@ -105,7 +110,7 @@ class Stop(TrainerCallback):
 
 
 def train(
-    environment: Any, seed: int, save: Path | None = None, *, to_goal: bool = False, **options: Any
+    environment: Any, seed: int, updates: int, save: Path | None = None, *, to_goal: bool = False, **options: Any
 ) -> list[float]:
     """Train once, to success .9 or for all updates; return the success of each rollout."""
     torch.set_num_threads(1)
@@ -115,11 +120,12 @@ def train(
             model=str(base),
             environment=environment,
             args=MultiTurnGRPOConfig(
-                output_dir=folder, seed=seed, learning_rate=RATE, lr_scheduler_type="constant", max_steps=UPDATES,
-                num_iterations=1,
+                output_dir=folder, seed=seed, learning_rate=RATE,
+                lr_scheduler_type="constant", max_steps=updates,
                 max_turns=TURNS, max_new_tokens=2, num_generations=8, per_device_train_batch_size=64,
                 gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
-                report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, **options,
+                report_to="none", log_rollouts=0, logging_steps=1, disable_tqdm=True, diagnosis_interval=0, num_iterations=1,
+                **options,
             ),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -136,10 +142,12 @@ def run(task: str, side: str, seed: int) -> Run:
     for name, shift in (("teacher", 1), ("bad_teacher", 3)):
         if TASKS[task][side].get("teacher") == str(RUNS / name) and not (RUNS / name / "config.json").is_file():
             print(
-                name, train(partial(Lock, shift=shift), 100, RUNS / name, **with_expert(demonstration_loss="sft"))[-3:]
+                name,
+                train(partial(Lock, shift=shift), 100, 100, RUNS / name, **with_expert(demonstration_loss="sft"))[-3:],
             )
     begun = time.process_time()
-    curve = train(partial(Lock, easy=task == "easy"), seed, to_goal=task == "hard", **TASKS[task][side])
+    lock, options = partial(Lock, easy=task != "hard"), TASKS[task][side]
+    curve = train(lock, seed, UPDATES[task], to_goal=task == "hard", **options)
     cpu = round(time.process_time() - begun, 1)
     return {"task": task, "side": side, "seed": seed, "end": fmean(curve[-LAST:]), "cpu": cpu, "curve": curve}
 

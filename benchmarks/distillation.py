@@ -1,9 +1,12 @@
 """Distills the adapter of the demo into a fresh one on the same base, and counts the episodes to success .9.
 
 The base is the model of the demo's supervised stage, which has learned the form of an answer from random play. The teacher
-is the adapter after the demo's 300 updates by GRPO. A student is a fresh adapter that is trained without any reward, at the
-demo's learning rate and with its 96 episodes in an update, until three rollouts in a row have a mean success of .9; seeds
-differ in the student's weights, its episodes and its sampling.
+is the adapter after the demo's 300 updates by GRPO with seed 0. A student is a fresh adapter that is trained without any
+reward, at the demo's learning rate and with its 96 episodes in an update, until three rollouts in a row have a mean success
+of .9; seeds differ in the student's weights, its episodes and its sampling.
+
+Another teacher is good on early turns only: it was taught games whose first two guesses halve the range and whose others
+are any numbers. It is added to GRPO, with the same weight on every turn and with one that falls from turn to turn.
 
 Each finished training is a line of ``results/distillation.jsonl`` and is not repeated. The table is in ``docs/teacher.md``;
 ``--report`` writes it from what is done.
@@ -12,6 +15,7 @@ Each finished training is a line of ``results/distillation.jsonl`` and is not re
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 import time
@@ -24,9 +28,11 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
+from agile_environments.guess_number import halving_policy, random_policy
 from agile_trainers import MultiTurnDistillationConfig, MultiTurnDistillationTrainer
 from agile_trainers.cli import demo as demo
-from agile_trainers.embedded import make_embedded_model, words_of
+from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
+from agile_trainers.types import Message
 
 RESULTS = ROOT / "benchmarks/results/distillation.jsonl"
 PAGE = ROOT / "docs/teacher.md"
@@ -35,7 +41,15 @@ GOAL, WINDOW, EPISODES, UPDATES = 0.9, 3, demo.GROUP * demo.HIGH, 100
 GRADIENTS = ("immediate", "return_to_go", "distribution_reverse", "distribution_forward")
 RATE = 3e-3
 """The demo's."""
+EARLY = {"every turn": 1.0, "teacher_turn_decay=0.2": 0.2}
+"""Decays of the weight of the teacher that is good on early turns only."""
 SEEDS = (0, 1, 2)
+NAMES = {
+    "GRPO": "GRPO",
+    **{one: f"`{one}`" for one in GRADIENTS},
+    **{one: f"GRPO, early teacher, {one}" for one in EARLY},
+}
+"""The sides, and how the table calls them."""
 Run = dict[str, Any]
 
 
@@ -73,12 +87,34 @@ def start() -> Path:
     return folder / "sft"
 
 
+def early(messages: list[Message], rng: random.Random) -> str:
+    """Halve the range in the first two guesses, then guess any number."""
+    guesses = sum(message["role"] == "assistant" for message in messages)
+    return (halving_policy if guesses < 2 else random_policy)(messages, rng)
+
+
+def early_teacher() -> Path:
+    """Return the folder of the model that is good on early turns only, which is made once."""
+    folder = RUNS / "0" / "early"
+    if not (folder / "done").is_file():
+        rows = demo.demonstrations(8000, policy=early)
+        trainer = sft_trainer(start().parent / "untrained", rows, folder, max_steps=250)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.save_model()
+        (folder / "done").touch()
+    return folder
+
+
 def run(side: str, seed: int) -> Run:
-    """Train once; the adapter of GRPO is kept."""
+    """Train once; the adapter of GRPO with seed 0 is kept, and trained for all updates."""
     model, teacher, begun = str(start()), str(RUNS / "0" / "teacher"), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        if side == "GRPO":
-            trainer: Any = demo.make_trainer(model, Path(folder), seed, demo.Budget(), demo.lora())
+        if side == "GRPO" or side in EARLY:
+            added = {} if side == "GRPO" else {"teacher": str(early_teacher()), "teacher_turn_decay": EARLY[side]}
+            trainer: Any = demo.make_trainer(model, Path(folder), seed, demo.Budget(), demo.lora(), **added)
+            if side != "GRPO" or seed:
+                trainer.add_callback(Stop())
         else:
             trainer = MultiTurnDistillationTrainer(
                 model=model,
@@ -95,7 +131,7 @@ def run(side: str, seed: int) -> Run:
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
         trainer.train()
-        if side == "GRPO":
+        if (side, seed) == ("GRPO", 0):
             trainer.save_model(teacher)
     curve, cpu = successes(trainer), round(time.process_time() - begun, 1)
     return {"side": side, "seed": seed, "arrived": arrival(curve), "cpu": cpu, "curve": curve}
@@ -124,14 +160,14 @@ def table() -> str:
         "| trained with | arrived | episodes to .9 | with the teacher's own | CPU seconds |",
         "|---|---|---|---|---|",
     ]
-    found = {side: [one for one in saved() if one["side"] == side] for side in ("GRPO", *GRADIENTS)}
-    (grpo,) = found.pop("GRPO")
-    for side, of in {"GRPO, the teacher": [grpo], **{f"`{side}`": of for side, of in found.items()}}.items():
+    grpo, *_ = (one for one in saved() if (one["side"], one["seed"]) == ("GRPO", 0))
+    for side, named in NAMES.items():
+        of = [one for one in saved() if one["side"] == side]
         episodes = [EPISODES * (one["arrived"] or len(one["curve"])) for one in of]
         shown = f"{fmean(episodes):,.0f}" + (f" ({min(episodes):,} to {max(episodes):,})" if len(of) > 1 else "")
-        both = "" if of == [grpo] else f"{fmean(episodes) + EPISODES * len(grpo['curve']):,.0f}"
+        both = f"{fmean(episodes) + EPISODES * len(grpo['curve']):,.0f}" if side in GRADIENTS else ""
         arrived, cpu = sum(one["arrived"] is not None for one in of), fmean(one["cpu"] for one in of)
-        lines.append(f"| {side} | {arrived}/{len(of)} | {shown} | {both} | {cpu:.0f} |")
+        lines.append(f"| {named} | {arrived}/{len(of)} | {shown} | {both} | {cpu:.0f} |")
     return "\n".join(lines)
 
 
@@ -139,9 +175,8 @@ def main() -> int:
     """Train what is not done yet, and write the table."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    done("GRPO", 0)
     for seed in SEEDS if "--report" not in sys.argv else ():
-        for side in GRADIENTS:
+        for side in NAMES:
             done(side, seed)
     found = table()
     print(found)

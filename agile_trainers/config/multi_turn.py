@@ -257,8 +257,10 @@ class MultiTurnConfig(GRPOConfig):
         "episode's end do), `distribution_reverse` or `_forward` (KL of whole distributions).",
     )
     teacher_coef: float = option(1.0, "Weight of the teacher's part of the loss.")
-    teacher_coef_end: float | None = option(
-        None, "Weight at the end of the run, reached linearly. Default: `teacher_coef`."
+    teacher_steps: float | None = option(
+        None,
+        "Number of updates over which `teacher_coef` falls linearly to 0, or their share of the run if it is at most 1. "
+        "Then the teacher is not read any more. Default: it does not fall.",
     )
     teacher_turn_decay: float = option(1.0, "Factor of the teacher's weight from one turn to the next, in [0, 1].")
     teacher_hint: str | None = option(

@@ -307,8 +307,8 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead", "teacher_coef_end"),
-    positive("teacher_coef", "demonstration_coef"),
+    at_least(0, "batches_ahead"),
+    positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
     at_least(1, "demonstrations_per_group"),
@@ -564,7 +564,7 @@ THE_REFERENCE = "reference"
 """Value of ``teacher`` that stands for the reference adapter."""
 _TEACHER = (
     acts_with(
-        "teacher", lambda args: args.teacher is not None, "teacher_gradient", "teacher_coef", "teacher_coef_end",
+        "teacher", lambda args: args.teacher is not None, "teacher_gradient", "teacher_coef", "teacher_steps",
         "teacher_turn_decay", "teacher_hint", needed="a teacher",
     ),
     Rule(

@@ -965,9 +965,9 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "teacher_left", ("teacher/kl", *_COURSE), _teacher_left,
-        "Lower teacher_coef, or let it end at 0 (teacher_coef_end); teacher_turn_decay below 1 leaves late turns to the "
+        "Lower teacher_coef, or let it fall to 0 (teacher_steps); teacher_turn_decay below 1 leaves late turns to the "
         "reward.",
-        ("teacher_coef", "teacher_coef_end", "teacher_turn_decay"), unless=_DESTROYED,
+        ("teacher_coef", "teacher_steps", "teacher_turn_decay"), unless=_DESTROYED,
     ),
     HealthCheck(
         "expert_alone", ("demonstrations/alone", "demonstrations/log_prob", "success"), _expert_alone,

@@ -82,6 +82,15 @@ def divergence(
     return ((teacher if forward else policy).exp() * ratio).sum(dim=-1)
 
 
-def linear_coefficient(start: float, end: float | None, progress: float) -> float:
-    """Return the coefficient at a share of the run, on the line from ``start`` to ``end``; ``start`` if there is no end."""
-    return start if end is None else start + (end - start) * min(max(progress, 0.0), 1.0)
+def fading_coefficient(start: float, length: float | None, step: int, max_steps: int) -> float:
+    """Return a coefficient that falls linearly to 0.
+
+    Args:
+        start: Its value before the first update.
+        length: Number of updates after which it is 0; at most 1: their share of the run. None: it stays.
+        step: Number of updates that were made.
+        max_steps: Number of updates of the run.
+    """
+    if length is None:
+        return start
+    return start * max(1 - step / (length * max_steps if length <= 1 else length), 0.0)

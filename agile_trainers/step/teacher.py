@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from transformers import TrainerState
 from trl.models.utils import disable_gradient_checkpointing
 
 from agile_trainers.adapters.roles import running
@@ -16,7 +17,7 @@ from agile_trainers.objectives.distillation import (
     FORWARD,
     SAMPLED,
     clipped_objective,
-    linear_coefficient,
+    fading_coefficient,
     teacher_credit,
 )
 from agile_trainers.packing.kept_head import Teaching
@@ -147,20 +148,24 @@ class Teacher:
 
         return replace(read, logits=logits)
 
+    def coefficient(self, state: TrainerState) -> float:
+        """Return the weight of the teacher's part in the update that comes next."""
+        return fading_coefficient(self._args.teacher_coef, self._args.teacher_steps, state.global_step, state.max_steps)
+
     def add_loss(
-        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, progress: float, accumulation: int
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, coefficient: float, accumulation: int
+    ) -> torch.Tensor:
         """Add the teacher's part to the loss of a pass.
 
         Args:
             loss: Of the reward, divided by the accumulation steps.
             handed: The pass.
             whole: The micro-batch that its rows are from.
-            progress: Share of the run that is over.
+            coefficient: Weight of the teacher's part.
             accumulation: Micro-batches of the optimizer step.
 
         Returns:
-            The loss, and metrics.
+            The loss.
         """
         args, batch, mask = self._args, handed.batch, handed.batch.counted
         weights, policy = batch.column(WEIGHTS), handed.token_log_probs
@@ -178,8 +183,7 @@ class Teacher:
             assert handed.divergence is not None
             measured, values = handed.divergence.detach(), weights * handed.divergence
         self.divergences.add(measured, batch.turn_ids, mask)
-        coefficient = linear_coefficient(args.teacher_coef, args.teacher_coef_end, progress)
         total = torch.where(mask, values, 0.0).sum()
         processes = self._accelerator.num_processes
         by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)
-        return loss + coefficient * total / by, {"teacher/coef": coefficient}
+        return loss + coefficient * total / by

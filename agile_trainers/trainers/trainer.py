@@ -547,9 +547,10 @@ class MultiTurnTrainer(_Trainer):
 
     def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
-        teacher = None if self.teacher is None else self.teacher.read(model, part.batch)
+        teaching = 0.0 if self.teacher is None else self.teacher.coefficient(self.state)
+        taught = self.teacher.read(model, part.batch) if self.teacher is not None and teaching else None
         with self._handing_over(part) as handed:
-            handed.teacher = teacher
+            handed.teacher = taught
             if self.loss is None:
                 loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
             else:
@@ -570,11 +571,10 @@ class MultiTurnTrainer(_Trainer):
         if self.demonstrated is not None:
             loss = self.demonstrated.add(loss, handed, whole, self.current_gradient_accumulation_steps)
         if self.teacher is not None:
-            progress = self.state.global_step / max(self.state.max_steps, 1)
-            loss, metrics = self.teacher.add_loss(
-                loss, handed, whole, progress, self.current_gradient_accumulation_steps
-            )
-            self._add_metrics(metrics)
+            self._add_metrics({"teacher/coef": teaching})
+            if teaching:
+                accumulation = self.current_gradient_accumulation_steps
+                loss = self.teacher.add_loss(loss, handed, whole, teaching, accumulation)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss

@@ -106,7 +106,7 @@ def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, a
     own = teachers_part(trainer, batch, gradient)
     reward, mixed = ({n: g.double() for n, g in one.items()} for one in found)
     mixture = {n: g + 0.3 * own[n] if n in own else g for n, g in reward.items()}
-    assert relative_error(mixed, mixture) < 1e-6
+    assert relative_error(mixed, mixture) < 2e-6  # fp32: 1e-6 holds on some processors and not on others
     assert relative_error(mixed, reward) > 1e-2
 
 
@@ -249,13 +249,18 @@ def test_distillation_comes_closer_to_its_teacher(embedded_model, tmp_path, teac
     assert first["turn/1/teacher_kl"] > 0 and first["turn/2/teacher_kl"] > 0 and first["teacher/coef"] == 1.0
 
 
-def test_the_coefficient_falls_over_the_run(embedded_model, tmp_path, teacher) -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1.0, [0.8, 0.6, 0.4, 0.2]), (0.5, [0.8, 0.4, 0, 0]), (2, [0.8, 0.4, 0, 0])]
+)
+def test_the_coefficient_falls(embedded_model, tmp_path, teacher, steps, expected) -> None:
+    """Then the teacher is not read, and the reward's gradient is alone."""
     trainer = make_trainer(
-        embedded_model, tmp_path, teacher=teacher, teacher_coef=0.8, teacher_coef_end=0.0, max_steps=4
+        embedded_model, tmp_path, teacher=teacher, teacher_coef=0.8, teacher_steps=steps, max_steps=4
     )
     trainer.train()
-    logged = [entry["teacher/coef"] for entry in trainer.state.log_history if "teacher/coef" in entry]
-    assert logged == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    steps = [entry for entry in trainer.state.log_history if "teacher/coef" in entry]
+    assert [entry["teacher/coef"] for entry in steps] == pytest.approx(expected)
+    assert ["teacher/kl" in entry for entry in steps] == [coefficient > 0 for coefficient in expected]
 
 
 def test_the_teacher_is_not_saved_and_stays_as_it_is(embedded_model, tmp_path, teacher) -> None:
@@ -314,9 +319,9 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
     def spied(loss: torch.Tensor, handed: Any, *others: Any) -> Any:
         batch = handed.batch
         if batch.importance_sampling_ratio is not None:
-            plain = add_loss(torch.zeros(()), handed, *others)[0]
+            plain = add_loss(torch.zeros(()), handed, *others)
             ratio, batch.importance_sampling_ratio = batch.importance_sampling_ratio, None
-            unweighed = add_loss(torch.zeros(()), handed, *others)[0]
+            unweighed = add_loss(torch.zeros(()), handed, *others)
             batch.importance_sampling_ratio = ratio
             seen.append((plain.item(), unweighed.item()))
         return add_loss(loss, handed, *others)
@@ -338,7 +343,7 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
 def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, gradient, changes) -> None:
     """In the middle of a generation batch too, to the bit."""
     settings = {
-        "teacher": teacher, "teacher_gradient": gradient, "teacher_coef_end": 0.1, "num_generations": 2, "max_steps": 4,
+        "teacher": teacher, "teacher_gradient": gradient, "teacher_steps": 8, "num_generations": 2, "max_steps": 4,
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
         **SAVING, **changes,
     }  # fmt: skip
@@ -383,7 +388,7 @@ def test_an_agent_is_taught(embedded_model, tmp_path, teacher) -> None:
         ({"teacher_hint": "hint"}, "no effect with teacher=None"),
         ({"teacher": "policy", "teacher_hint": "hint", "teacher_coef": 0.0}, "teacher_coef must be positive"),
         ({"teacher": "policy", "teacher_hint": "hint", "teacher_turn_decay": 1.5}, r"must lie in \[0, 1\]"),
-        ({"teacher": "policy", "teacher_hint": "hint", "teacher_coef_end": -1.0}, "must not be negative"),
+        ({"teacher": "policy", "teacher_hint": "hint", "teacher_steps": 0}, "teacher_steps must be positive"),
         ({"teacher": "policy", "teacher_hint": "hint", "teacher_gradient": "distribution"}, "must be one of 'immediate'"),
         ({"teacher": "policy", "teacher_hint": "hint", "skip_zero_advantage": True}, "trains episodes without advantage"),
         ({"teacher": "policy", "teacher_hint": "hint", "disable_dropout": False}, "read as a divergence"),

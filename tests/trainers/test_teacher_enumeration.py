@@ -166,14 +166,14 @@ def test_the_reward_keeps_its_rate(embedded_model, tmp_path, gradient) -> None:
     world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), (2, 2))
     teacher = policy(1, TEMPERATURE)
     trainer = trainer_of(
-        world, teacher, embedded_model, tmp_path, gradient, packed=False, teacher_coef=0.8, teacher_coef_end=0.2
+        world, teacher, embedded_model, tmp_path, gradient, packed=False, teacher_coef=0.8, teacher_steps=8
     )
     noise = torch.Generator().manual_seed(0)
     advantages = torch.randn(world.batch().turn_mask.shape, generator=noise, dtype=torch.float64)
     spread = spread_to_tokens(advantages, world.batch().turn_ids)
     scores = taken(world, world.log_softmax(world.model))
     reward = world.gradient(-(probabilities(world).detach()[:, None] * spread * scores).sum())
-    for step, coefficient in ((0, 0.8), (2, 0.5), (4, 0.2)):
+    for step, coefficient in ((0, 0.8), (2, 0.6), (4, 0.4)):
         trainer.state.global_step = step
         exact = reward + coefficient * target(world, teacher, gradient)
         assert relative_error(expectation(trainer, world, advantages=advantages), exact) < 1e-6
