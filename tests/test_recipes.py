@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 def test_every_recipe_is_on_the_page() -> None:
     everything = {path.name for path in (ROOT / "examples/recipes").iterdir()}
     assert everything == {path.name for path in (*RECIPES, POPULATION)} and POPULATION.name in PAGE
-    assert len(RECIPES) == 9 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
+    assert len(RECIPES) == 10 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,21 @@ def test_a_population_needs_the_memory_of_one_run_and_its_file_is_read(tmp_path:
     assert f"make {updates}\nupdates together" in PAGE or f"make {updates} updates together" in PAGE
 
 
+@pytest.mark.parametrize(("recipe", "more"), [("lora", {}), ("taught", {"teacher": "policy", "teacher_hint": "hint"})])
 def test_the_commands_of_the_page_run(
-    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    embedded_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    more: dict[str, str],
 ) -> None:
-    """``check`` with the first recipe, with a model that is here; the others differ in numbers only."""
+    """``check`` with the first recipe and the taught one, with a model that is here; others differ in numbers only."""
     from agile_trainers.cli import main
 
-    options = yaml.safe_load((ROOT / "examples/recipes/24gb_1.5b_lora.yaml").read_text(encoding="utf-8"))
+    options = yaml.safe_load((ROOT / f"examples/recipes/24gb_1.5b_{recipe}.yaml").read_text(encoding="utf-8"))
     here = {"model_name_or_path": str(embedded_model), "max_new_tokens": 8, "use_cpu": True, "bf16": False}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options, **here}), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options, **here, **more}), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     command = [
         "check",
@@ -84,4 +90,5 @@ def test_the_commands_of_the_page_run(
         "expert",
     ]
     assert main.main(command) == 0
-    assert "24" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "24" in told and ("Demonstrations: expert" in told) == ("demonstrations" in options)
