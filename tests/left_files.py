@@ -30,6 +30,7 @@ ALLOWED = (
     "home/.config/agile_trainers/checkpoint.key",  # see docs/checkpoints.md
     "tmp/tmp*/*_remote_module_non_scriptable*",  # nor does PyTorch 2.9 remove what it writes then
     "tmp/torchinductor_*",  # PyTorch makes this folder when it is imported
+    "tmp/torchelastic_*",  # logs that PyTorch's launcher leaves
 )
 """What a run may leave outside of its ``output_dir``."""
 if find_spec("verifiers"):
@@ -37,7 +38,6 @@ if find_spec("verifiers"):
 if find_spec("minisweagent"):
     ALLOWED += ("home/.config/mini-swe-agent*",)  # it makes this folder when it is imported
 if find_spec("vllm"):
-    ALLOWED += ("tmp/torchelastic_*",)  # logs of PyTorch's launcher
     # Its cache, and the sockets of its servers; and what trainers leave that tests kill.
     ALLOWED += (
         "tmp/matplotlib-*",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
 import threading
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from checkpointed_runs import SAVING, Killed, assert_same, weights
 from datasets import Dataset
 from fake_judge import BAD_ANSWERS, FakeJudge, draw, record_of, score_of, serving
 from games import Chatter, Long, make_trainer
+from several_processes import episodes, launch
 from tenacity import wait_none
 from transformers import TrainerCallback
 
@@ -22,6 +26,7 @@ from agile_trainers.judges import asking
 from agile_trainers.records.reader import read_records
 
 KEY = "sk-" + "k3y5" * 6
+JUDGED = Path(__file__).with_name("judged_processes.py")
 
 
 @pytest.fixture(autouse=True)
@@ -261,6 +266,56 @@ def test_a_killed_run_goes_on_bit_by_bit_with_the_answers_it_had(
     assert resumed.state.global_step == 3
     assert any(entry["judges/failed"] > 0 for entry in resumed.state.log_history if "judges/failed" in entry)
     assert asked_again == []
+
+
+def test_a_run_that_sigkill_ends_goes_on_bit_by_bit(embedded_model, tmp_path) -> None:
+    """What it was told is on the disk, and so is what failed: a judge that answers otherwise from then on is not asked."""
+    first: set[str] = set()
+    truth = FakeJudge().answer
+
+    def text_of(body: dict[str, Any]) -> str:
+        return body["messages"][1]["content"]
+
+    fake = FakeJudge(
+        lambda body, before: None if text_of(body) in first else fifth(body, before),
+        lambda body: "asked again" if text_of(body) in first else truth(body),
+    )
+
+    def run(folder: str, **options: Any) -> int:
+        case = {folder: {"url": url, "per": "episode", "max_steps": 3, **options}}
+        return forks.run([JUDGED, embedded_model, tmp_path, json.dumps(case)]).returncode
+
+    with serving(fake) as url:
+        assert run("whole") == 0
+        before = len(fake.requests)
+        assert run("killed", kill=True) == -signal.SIGKILL
+        first |= {text_of(body) for body in fake.requests[before:]}
+        before = len(fake.requests)
+        assert run("killed", resume=True) == 0
+        again = [text_of(body) for body in fake.requests[before:]]
+    assert again and not first & set(again), "the third step is asked about alone"
+    assert_same(*(torch.load(tmp_path / folder / "weights.pt") for folder in ("whole", "killed")))
+    said = [turn["info"].get("judgements") for row in read_records(tmp_path / "killed") for turn in row["turns"][-1:]]
+    assert any("failed" in one["judge"] for one in said)
+
+
+def test_two_processes_ask_about_each_group_once(embedded_model, tmp_path) -> None:
+    """Each asks about its own groups, and the rewards are those of one process."""
+    found, asked = [], []
+    for processes in (1, 2):
+        fake = FakeJudge()
+        with serving(fake) as url:
+            cases = {"group": {"url": url, "per": "group", "max_steps": 2}}
+            output = launch(JUDGED, processes, embedded_model, tmp_path / str(processes), cases)
+        asked.append(sorted(json.dumps(body["messages"]) for body in fake.requests))
+        found.append([
+            (one["completion_ids"], one["turns"][-1]["info"]["judgements"]) for one in episodes(output / "group", "train")
+        ])  # fmt: skip
+    assert len(asked[0]) == len(set(asked[0])) == 4 and asked[0] == asked[1]
+    assert len(found[0]) == 16 and found[0] == found[1]
+    one, two = (torch.load(tmp_path / processes / "group" / "weights.pt") for processes in ("1", "2"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name.removeprefix("module.")], value, rtol=0, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- records and secrets
