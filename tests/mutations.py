@@ -683,7 +683,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a teacher's coefficient that stays", "objectives/distillation.py",
-        "start + (end - start) * min(max(progress, 0.0), 1.0)", "start", f"{TEACHER} -k coefficient",
+        "max(1 - step / (length * max_steps if length <= 1 else length), 0.0)", "1.0", f"{TEACHER} -k coefficient",
     ),
     Mutation(
         "a teacher's hint of another path", "train_batch.py",
@@ -814,11 +814,12 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy before the last move is the one that is trained", "sampling/delivery.py",
-        'weight.to("cpu", copy=True, non_blocking=True)', "weight", f"{DELIVERY} -k late",
+        "part.view_as(weights[name]).copy_(weights[name], non_blocking=True)", "weights[name]",
+        f"{DELIVERY} -k late",
     ),
     Mutation(
         "the policy that is trained by now taken for the one that should have played", "sampling/delivery.py",
-        "with self._playing():\n                own", "if True:\n                own",
+        "with self._playing():\n                self._last", "if True:\n                self._last",
         f"{DELIVERY} -k snapshot",
     ),
     Mutation(
