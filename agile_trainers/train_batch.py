@@ -100,6 +100,8 @@ class TrainBatch:
     """(B, V, 5) int64, where it is; -1 after the last."""
     hint_ids: torch.Tensor | None = _shaped(_HINTS, default=None)
     """(B, H) int64, tokens that a teacher reads before each path of an episode, right-padded with -1. None: no hints."""
+    teachers: torch.Tensor | None = _shaped(_EPISODES, default=None)
+    """(B,) int64, index of each episode's teacher among several, -1 without one. None: all have the same."""
     turn_columns: Batch = field(default_factory=dict)
     """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)

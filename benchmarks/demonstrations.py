@@ -87,7 +87,7 @@ TASKS: dict[str, dict[str, dict[str, Any]]] = {
     "hard": {
         "GRPO": {},
         **{name: with_expert(demonstration_loss=name) for name in TREATMENTS},
-        "weighted, demonstration_coef=8": with_expert(demonstration_loss="weighted", demonstration_coef=8.0),
+        "weighted, demonstration_coef=32": with_expert(demonstration_loss="weighted", demonstration_coef=32.0),
         "teacher": {"teacher": str(RUNS / "teacher")},
     },
     "easy": {

@@ -691,7 +691,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a teacher in every checkpoint", "adapters/roles.py",
-        "config = configs.pop(TEACHER, None)", "config = configs.get(TEACHER)", f"{TEACHER} -k not_saved",
+        "configs.pop(name) for name in", "configs[name] for name in", f"{TEACHER} -k not_saved",
     ),
     Mutation(
         "a teacher that is silent where rewards are equal", "config/rules.py",
@@ -703,8 +703,28 @@ MUTATIONS = [
     ),
     Mutation(
         "the policy as its own teacher", "step/teacher.py",
-        "with running(policy, self._adapter) if self._adapter else nullcontext():", "with nullcontext():",
+        "with running(policy, teacher.adapter) if teacher.adapter else nullcontext():", "with nullcontext():",
         f"{TEACHER} -k stated_mixture",
+    ),
+    Mutation(
+        "one teacher for every environment", "step/teacher.py",
+        "return (batch.teachers == teacher)", "return (batch.teachers >= 0)", f"{TEACHER} -k own_teacher[two",
+    ),
+    Mutation(
+        "an environment without a teacher counted", "step/teacher.py",
+        "weights = weights * (output.teachers >= 0)[:, None]", "pass", f"{TEACHER} -k own_teacher[one",
+    ),
+    Mutation(
+        "a mean over episodes without a teacher", "step/teacher.py",
+        "weights = weights / taught.clamp(min=1e-9)", "pass", f"{TEACHER} -k of_episodes_too",
+    ),
+    Mutation(
+        "a frozen teacher that reads in every update", "trainers/trainer.py",
+        "whole.token_columns[KEPT] = taught.log_probs", "pass", f"{TEACHER} -k once[frozen",
+    ),
+    Mutation(
+        "a teacher's server without the hint", "step/teacher_server.py",
+        "part = with_hints(batch.to_trl())", "part = batch.to_trl()", f"{TEACHER} -k gives[one",
     ),
     Mutation(
         "a teacher's return of a part of an episode", "step/token_batches.py",

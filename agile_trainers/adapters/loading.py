@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from agile_trainers.adapters.lora_settings import (
     merged_config,
     padded,
 )
-from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, TEACHER, belongs_to
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to, is_teacher
 from agile_trainers.adapters.sharding import assign_parameter
 from agile_trainers.adapters.untrusted import check_model_folder, check_patterns, hub_file, naming_folder
 from agile_trainers.imports import find_model_folder, nearest_folder
@@ -385,7 +386,7 @@ def load_frozen(model: PeftModel, name: str, folder: Path) -> None:
 
     Args:
         model: The policy.
-        name: ``"ref"`` or ``"teacher"``.
+        name: ``"ref"`` or a teacher's.
         folder: Folder of the adapter.
 
     Raises:
@@ -432,7 +433,7 @@ def restore_left_out(model: Any, folder: Path, *, fsdp: bool) -> None:
     if not isinstance(model, PeftModel) or all(file.parent == folder for file in folder.glob("*/adapter_config.json")):
         return
     if fsdp:  # `Trainer` restores the active one alone
-        for adapter in model.peft_config.keys() - {TEACHER}:
+        for adapter in filterfalse(is_teacher, model.peft_config):
             restore_adapter(model, adapter, folder if adapter == POLICY else folder / adapter)
     else:
         # Finding adapters in subfolders, `Trainer` leaves out the one beside them.

@@ -142,16 +142,20 @@ def wrap_checkpointing(base: PreTrainedModel, wrap: Callable[[Callable[..., Any]
     base._set_gradient_checkpointing = set_gradient_checkpointing
 
 
+def is_teacher(adapter: str) -> bool:
+    """Return whether an adapter is a teacher, by its name: ``teacher``, or ``teacher_0`` and so on of several."""
+    return adapter.partition("_")[0] == TEACHER
+
+
 @contextmanager
-def without_teacher(model: Any) -> Iterator[None]:
-    """Leave the teacher's adapter out of what is saved inside the ``with`` block: it has a folder of its own already."""
+def without_teachers(model: Any) -> Iterator[None]:
+    """Leave the teachers' adapters out of what is saved inside the ``with`` block: they have folders of their own."""
     configs = model.peft_config if isinstance(model, PeftModel) else {}
-    config = configs.pop(TEACHER, None)
+    left_out = {name: configs.pop(name) for name in list(configs) if is_teacher(name)}
     try:
         yield
     finally:
-        if config is not None:
-            configs[TEACHER] = config
+        configs.update(left_out)
 
 
 def unfreeze(model: PeftModel, adapters: Iterable[str]) -> None:

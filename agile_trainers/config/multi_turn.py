@@ -67,7 +67,7 @@ class MultiTurnConfig(GRPOConfig):
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for a run with an environment."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "history",
+        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "history", "teacher",
     ]  # fmt: skip
 
     learning_rate: float | None = option(
@@ -246,10 +246,11 @@ class MultiTurnConfig(GRPOConfig):
     reference_update_weight: float = option(
         1.0, "Weight of the policy in an updated reference, in (0, 1]; below 1 the reference is a moving average."
     )
-    teacher: str | None = option(
+    teacher: dict[str, str] | str | None = option(
         None,
         "Folder or Hub id of a [teacher](teacher.md), an adapter or a model, whose divergence is added to the loss; "
-        "`policy`: the policy that reads `teacher_hint`; `reference`: the reference adapter. Default: none.",
+        "`http://host:port`: a vLLM server; `policy`: the policy that reads `teacher_hint`; `reference`: the reference "
+        "adapter. A dictionary has one for some of several environments. Default: none.",
     )
     teacher_gradient: str = option(
         IMMEDIATE,

@@ -20,7 +20,7 @@ from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives import drift
 from agile_trainers.objectives.demonstrations import TREATMENTS
-from agile_trainers.objectives.distillation import GRADIENTS, RETURN_TO_GO
+from agile_trainers.objectives.distillation import GRADIENTS, RETURN_TO_GO, SAMPLED
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions, check_names
 from agile_trainers.sampling.vllm_checks import addresses
@@ -533,7 +533,7 @@ def _uses_reference(args: Any) -> bool:
 
 
 def _has_reference(args: Any) -> bool:
-    return _uses_reference(args) or args.teacher == THE_REFERENCE
+    return _uses_reference(args) or THE_REFERENCE in teachers_of(args)
 
 
 SWITCHED_ON = (
@@ -562,6 +562,24 @@ ITSELF = "policy"
 """Value of ``teacher`` that stands for the policy itself."""
 THE_REFERENCE = "reference"
 """Value of ``teacher`` that stands for the reference adapter."""
+
+
+def teachers_of(args: Any) -> tuple[str, ...]:
+    """Return the teachers that ``args.teacher`` names, each once."""
+    given = args.teacher.values() if isinstance(args.teacher, dict) else [args.teacher]
+    return tuple(dict.fromkeys(one for one in given if one is not None))
+
+
+def _samples_by_default(args: Any) -> bool:
+    names = ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
+    return all(getattr(args, one.name) == default_of(one) for one in fields(args) if one.name in names)
+
+
+def is_address(teacher: Any) -> bool:
+    """Return whether a teacher is the address of a server."""
+    return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
+
+
 _TEACHER = (
     acts_with(
         "teacher", lambda args: args.teacher is not None, "teacher_gradient", "teacher_coef", "teacher_steps",
@@ -569,12 +587,35 @@ _TEACHER = (
     ),
     Rule(
         ("teacher",),
-        lambda args, value: value != THE_REFERENCE or args.reference_adapter,
+        lambda args, value: not isinstance(value, dict) or {type(one) for one in value.values()} == {str},
+        "teacher={value!r} must have a folder, a Hub id or an address for each environment that it names.",
+    ),
+    Rule(
+        ("teacher_gradient",),
+        lambda args, value: value in SAMPLED or not isinstance(args.teacher, dict),
+        "teacher_gradient={value!r} compares whole distributions with those of one teacher, and teacher has one for each "
+        "environment. Set teacher_gradient='immediate' or 'return_to_go'.",
+    ),
+    Rule(
+        ("teacher_gradient",),
+        lambda args, value: value in SAMPLED or not any(map(is_address, teachers_of(args))),
+        "teacher_gradient={value!r} compares whole distributions, and a server tells the log-probabilities of sampled "
+        "tokens alone. Set teacher_gradient='immediate' or 'return_to_go'.",
+    ),
+    Rule(
+        ("teacher",),
+        lambda args, value: not any(map(is_address, teachers_of(args))) or _samples_by_default(args),
+        "teacher={value!r}: a server tells log-probabilities over the whole vocabulary at temperature 1. Set temperature=1 "
+        "and leave top_k, top_p, min_p and min_new_tokens unset, or load the teacher as an adapter.",
+    ),
+    Rule(
+        ("teacher",),
+        lambda args, value: THE_REFERENCE not in teachers_of(args) or args.reference_adapter,
         "teacher='reference' is the reference adapter, which this run does not have. Set reference_adapter=True.",
     ),
     Rule(
         ("teacher",),
-        lambda args, value: value != ITSELF or args.teacher_hint is not None,
+        lambda args, value: ITSELF not in teachers_of(args) or args.teacher_hint is not None,
         "teacher='policy' is the policy itself, from which it does not diverge. Set teacher_hint to the entry of the "
         "environment's info that the teacher reads beside the episode.",
     ),
@@ -829,6 +870,7 @@ def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
         ValueError: For an unknown name, and for a limit that would have no effect.
     """
     EpisodeOptions.of_args(args).histories(names or (None,))
+    check_names("teacher", args.teacher if isinstance(args.teacher, dict) else None, names or (None,))
     limits = args.environment_limits
     check_names("environment_limits", limits, names or (None,))
     # `max_model_length` also bounds those of the environments, and sizes the engine.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import TrainerState
 from trl.models.utils import disable_gradient_checkpointing
 
 from agile_trainers.adapters.roles import running
+from agile_trainers.config.rules import ITSELF, THE_REFERENCE, teachers_of
 from agile_trainers.objectives.distillation import (
     FORWARD,
     SAMPLED,
@@ -24,12 +25,15 @@ from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.packing.packer import Packer, kept_of
 from agile_trainers.step.credit import TurnMeans
 from agile_trainers.step.log_probs import TokenLogProbs
-from agile_trainers.step.loss import LossPass, denominator_of, divisor
+from agile_trainers.step.loss import FirstPass, LossPass, denominator_of, divisor
+from agile_trainers.step.teacher_server import TeacherServer
 from agile_trainers.train_batch import TrainBatch, paths_of, read_inputs, with_hints
 from agile_trainers.types import Trajectory
 
 WEIGHTS = "teacher_weights"
 """Column (B, T) of a batch: the weight of each token's divergence."""
+SERVED, KEPT = "teacher_served", "teacher_log_probs"
+"""Columns (B, T): log-probs that servers gave, NaN elsewhere; and those that frozen teachers gave in a first update."""
 NO_HINT = -1
 """Padding of ``TrainBatch.hint_ids``."""
 
@@ -53,16 +57,29 @@ def hint_of(trajectory: Trajectory, name: str) -> str | None:
     return hint
 
 
+@dataclass(frozen=True)
+class LoadedTeacher:
+    """A teacher: a model, an adapter of the policy, a server, or else the policy itself."""
+
+    model: Any = None
+    """A frozen model, if it is one."""
+    adapter: str | None = None
+    """Name of the policy's adapter, if it is one."""
+    server: TeacherServer | None = None
+
+
 class Teacher:
-    """The teacher of a run. It reads the rows of each forward pass of the loss, right before the policy does.
+    """The teachers of a run. They read the rows of each forward pass of the loss, right before the policy does.
+
+    Log-probabilities of frozen ones are kept for further updates on a batch, and a server gives its own for a whole batch.
 
     Args:
         args: A ``MultiTurnConfig``.
         accelerator: The trainer's.
         log_probs: TRL's ``_get_per_token_logps_and_entropies``.
         packer: Runs the forward passes.
-        model: A frozen model; None where the teacher is an adapter of the policy, or the policy itself.
-        adapter: Name of the adapter that it is, if it is one.
+        loaded: Those that ``args.teacher`` names, in this order.
+        state: Returns the state of the run.
         render: Tokenizes a hint, which stands before an episode.
         own_loss: True if the algorithm brings its own loss.
     """
@@ -73,14 +90,18 @@ class Teacher:
         accelerator: Accelerator,
         log_probs: TokenLogProbs,
         packer: Packer,
-        model: Any,
+        loaded: Sequence[LoadedTeacher],
         *,
-        adapter: str | None,
+        state: Callable[[], TrainerState],
         render: Callable[[str], list[int]],
         own_loss: bool,
     ) -> None:
         self._args, self._accelerator, self._log_probs, self._packer = args, accelerator, log_probs, packer
-        self.model, self._adapter, self._render = model, adapter, render
+        self.loaded, self._state, self._render = list(loaded), state, render
+        names = teachers_of(args)
+        self._frozen = not {ITSELF, THE_REFERENCE} & set(names)
+        given = args.teacher if isinstance(args.teacher, dict) else {}
+        self._of = {environment: names.index(name) for environment, name in given.items()}
         self._denominator = denominator_of(args, own_loss=own_loss)
         self.divergences = TurnMeans("teacher_kl", "teacher/kl")
         """Divergence of each turn index, over the micro-batches of an optimizer step."""
@@ -90,14 +111,18 @@ class Teacher:
         return self._args.teacher_gradient in SAMPLED
 
     def add_columns(self, output: TrainBatch, trajectories: Sequence[Trajectory]) -> None:
-        """Add what the teacher reads to a generation batch: hints, and the weight of each token.
+        """Add what the teachers read to a generation batch: hints, the weight of each token, and what servers answer.
 
-        A turn has ``teacher_turn_decay`` to the power of its index. The weights are scaled so that the teacher's part is
-        divided by their sum where the reward's is divided by the number of tokens, of the batch or of the episode.
+        A turn has ``teacher_turn_decay`` to the power of its index, or 0 without a teacher. The weights are scaled so that
+        the teacher's part is divided by their sum where the reward's is divided by the number of tokens, of the batch or of
+        the episode.
 
         Args:
             output: The batch of this process.
             trajectories: Its episodes.
+
+        Raises:
+            requests.exceptions.RequestException: If a server does not answer.
         """
         if self._args.teacher_hint is not None:
             hints = [hint_of(trajectory, self._args.teacher_hint) for trajectory in trajectories]
@@ -107,19 +132,42 @@ class Teacher:
             for row, own in enumerate(ids):
                 output.hint_ids[row, : len(own)] = torch.tensor(own, dtype=torch.long, device=device)
         weights = torch.pow(float(self._args.teacher_turn_decay), output.turn_ids.clamp(min=0)) * output.counted
+        if self._of:
+            places = [self._of.get(trajectory.environment_name or "", -1) for trajectory in trajectories]
+            output.teachers = torch.tensor(places, device=weights.device)
+            weights = weights * (output.teachers >= 0)[:, None]
+        if self.coefficient:
+            self._ask_servers(output)
         if self._denominator == "episodes":
             weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
+            if output.teachers is not None:
+                taught = self._accelerator.reduce((output.teachers >= 0).float().mean(), reduction="mean")
+                weights = weights / taught.clamp(min=1e-9)
         elif self._denominator == "tokens":
             total = self._accelerator.reduce(weights.sum(), reduction="sum")
             weights = weights * output.num_items_in_batch / total.clamp(min=1e-9)
         output.token_columns[WEIGHTS] = weights
 
+    def _ask_servers(self, output: TrainBatch) -> None:
+        for index, teacher in enumerate(self.loaded):
+            if teacher.server is None:
+                continue
+            if SERVED not in output.token_columns:
+                output.token_columns[SERVED] = torch.full_like(output.advantages, torch.nan, dtype=torch.float32)
+            rows = _rows_of(output, index)
+            if len(rows):
+                output.token_columns[SERVED][rows] = teacher.server.log_probs(output.rows(rows))
+
     @contextmanager
-    def _playing(self, model: Any) -> Iterator[Any]:
-        """Make ``model``, the wrapped policy, compute as the teacher inside the block; yields what computes."""
+    def _playing(self, model: Any, teacher: LoadedTeacher) -> Iterator[Any]:
+        """Make ``model``, the wrapped policy, compute as a teacher inside the block; yields what computes."""
         policy = self._accelerator.unwrap_model(model)
-        with running(policy, self._adapter) if self._adapter else nullcontext():
-            yield model if self.model is None else self.model
+        with running(policy, teacher.adapter) if teacher.adapter else nullcontext():
+            yield model if teacher.model is None else teacher.model
+
+    def first_pass(self, whole: TrainBatch) -> FirstPass | None:
+        """Return what collects the log-probs of a micro-batch's first update; None where they are known, or will change."""
+        return FirstPass(whole) if self._frozen and self._sampled and KEPT not in whole.token_columns else None
 
     def read(self, model: Any, batch: TrainBatch) -> torch.Tensor | Teaching:
         """Read the rows of a forward pass, without gradient.
@@ -129,27 +177,50 @@ class Teacher:
             batch: The rows.
 
         Returns:
-            The log-probabilities (B, T) of the tokens that enter the loss; or what their whole distributions are made of.
+            The log-probabilities (B, T) of the tokens that enter the loss, NaN in episodes without a teacher; or what their
+            whole distributions are made of.
         """
-        part, scored, policy = with_hints(batch.to_trl()), batch.counted, self._accelerator.unwrap_model(model)
-        plain = disable_gradient_checkpointing(policy, self._args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), plain, self._playing(model) as teacher:
-            if self._sampled:
-                length, paths, kept = batch.completion_ids.size(1), paths_of(part), kept_of(part)
-                inputs: dict[str, Any] = {"logits_to_keep": length, "scored": scored, "paths": paths, "kept": kept}
-                return self._log_probs(teacher, **read_inputs(part), **inputs)[0]
-            with self._accelerator.autocast():
-                read = self._packer.teaching(teacher, part, scored, forward=self._args.teacher_gradient == FORWARD)
+        if KEPT in batch.token_columns:
+            return batch.column(KEPT)
+        policy = self._accelerator.unwrap_model(model)
+        with torch.no_grad(), disable_gradient_checkpointing(policy, self._args.gradient_checkpointing_kwargs):
+            return self._log_probs_of(model, batch) if self._sampled else self._distributions(model, batch)
+
+    def _log_probs_of(self, model: Any, batch: TrainBatch) -> torch.Tensor:
+        found = batch.token_columns.get(SERVED)
+        if found is None:
+            found = torch.full_like(batch.advantages, torch.nan, dtype=torch.float32)
+        every = torch.arange(len(found), device=found.device)
+        for index, teacher in enumerate(self.loaded):
+            own = _rows_of(batch, index)
+            # Processes that share the policy's forward passes run equally many.
+            rows = own if self._accelerator.num_processes == 1 else every
+            if teacher.server is not None or not len(rows):
+                continue
+            part = batch if len(rows) == len(every) else batch.rows(rows)
+            fields = with_hints(part.to_trl())
+            inputs = {"scored": part.counted, "paths": paths_of(fields), "kept": kept_of(fields)}
+            with self._playing(model, teacher) as playing:
+                read, *_ = self._log_probs(playing, **read_inputs(fields), logits_to_keep=found.size(1), **inputs)
+            found = found.to(read.dtype).index_copy(0, own, read if len(rows) == len(own) else read[own])
+        return found
+
+    def _distributions(self, model: Any, batch: TrainBatch) -> Teaching:
+        (teacher,), forward = self.loaded, self._args.teacher_gradient == FORWARD
+        with self._playing(model, teacher) as playing, self._accelerator.autocast():
+            read = self._packer.teaching(playing, with_hints(batch.to_trl()), batch.counted, forward=forward)
 
         @torch.no_grad()
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            with self._playing(model):
+            with self._playing(model, teacher):
                 return read.logits(hidden)
 
         return replace(read, logits=logits)
 
-    def coefficient(self, state: TrainerState) -> float:
-        """Return the weight of the teacher's part in the update that comes next."""
+    @property
+    def coefficient(self) -> float:
+        """Weight of the teacher's part in the update that comes next."""
+        state = self._state()
         return fading_coefficient(self._args.teacher_coef, self._args.teacher_steps, state.global_step, state.max_steps)
 
     def add_loss(
@@ -172,6 +243,7 @@ class Teacher:
         assert policy is not None
         if self._sampled:
             teacher = cast(torch.Tensor, handed.teacher)
+            mask = mask & ~teacher.isnan()
             old = policy.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
             credit = teacher_credit(old, teacher, mask, weights, args.teacher_gradient)
             if batch.importance_sampling_ratio is not None:
@@ -187,3 +259,10 @@ class Teacher:
         processes = self._accelerator.num_processes
         by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)
         return loss + coefficient * total / by
+
+
+def _rows_of(batch: TrainBatch, teacher: int) -> torch.Tensor:
+    """Return the rows (R,) that are read by one of several teachers; all if there is one."""
+    if batch.teachers is None:
+        return torch.arange(len(batch.prompt_ids), device=batch.prompt_ids.device)
+    return (batch.teachers == teacher).nonzero()[:, 0]

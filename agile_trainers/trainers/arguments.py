@@ -34,7 +34,7 @@ from agile_trainers.adapters.roles import REFERENCE
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.other_names import OTHER_NAMES, meant
-from agile_trainers.config.rules import ITSELF, THE_REFERENCE
+from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.imports import nearest
 
 _ROWS = (
@@ -126,8 +126,9 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     check_output_dir(args.output_dir, model)
     if isinstance(model, str) and not {"subfolder", "gguf_file"} & set(args.model_init_kwargs or {}):
         check_model(model, (args.model_init_kwargs or {}).get("revision"), option="model")
-    if args.teacher not in (None, ITSELF, THE_REFERENCE):
-        check_model(args.teacher, option="teacher")
+    for teacher in teachers_of(args):
+        if teacher not in (ITSELF, THE_REFERENCE) and not is_address(teacher):
+            check_model(teacher, option="teacher")
     _check_one_adapter(model, given["peft_config"])
     tokenizer = given["processing_class"]
     if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:

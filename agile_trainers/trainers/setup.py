@@ -71,14 +71,14 @@ from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_c
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
-from agile_trainers.step.teacher import Teacher
+from agile_trainers.step.teacher import LoadedTeacher, Teacher
 from agile_trainers.step.token_batches import TokenBatches, remember_attributes
 from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
 from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
-from agile_trainers.trainers.teacher import LoadedTeacher, load_teacher
+from agile_trainers.trainers.teacher import load_teachers
 from agile_trainers.types import Picture, text_of
 
 logger = logging.get_logger(__name__)
@@ -321,7 +321,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
     if args.reference_update_steps:
         trainer.add_callback(ReferenceUpdates(reference))
-    taught = None if args.teacher is None else load_teacher(args, accelerator, policy, seam.tokenizer)
+    taught = load_teachers(args, accelerator, policy, seam.tokenizer)
     _switch_off_noise(args, accelerator, policy, trainer.ref_model)
     if args.device.type == "cpu":
         # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
@@ -365,7 +365,7 @@ def _make_step(
     setup: RunSetup,
     engine: RolloutEngine,
     saved: SavedAdapters | None,
-    taught: LoadedTeacher | None,
+    taught: list[LoadedTeacher],
     closing: ExitStack,
     encode: Callable[[Picture], None] | None,
 ) -> StepParts:
@@ -379,7 +379,7 @@ def _make_step(
     # The last is closed first: environments end before what answers them.
     for close in (sampler.close, engine.pool.close, engine.pool.abandon):
         closing.callback(close)
-    frozen = [model for model in (trainer.ref_model, taught and taught.model) if model is not None]
+    frozen = [model for model in (trainer.ref_model, *(one.model for one in taught)) if model is not None]
     packer = make_packer(args, accelerator, policy, frozen, auxiliary_loss=trainer.aux_loss_enabled)
     token_batches = TokenBatches(
         args, accelerator, packer, policy, auxiliary_loss=trainer.aux_loss_enabled, metrics=seam.metrics,
@@ -423,10 +423,10 @@ def _make_step(
     teacher, demonstrated = None, None
     if args.demonstrations is not None:
         demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
-    if taught is not None:
+    if taught:
         teacher = Teacher(
-            args, accelerator, seam.token_log_probs, packer, taught.model,
-            adapter=taught.adapter, render=engine.chat.before, own_loss=trainer.loss is not None,
+            args, accelerator, seam.token_log_probs, packer, taught,
+            state=lambda: trainer.state, render=engine.chat.before, own_loss=trainer.loss is not None,
         )  # fmt: skip
     batches = BatchMaker(
         args, accelerator, passes, credit, critic, snapshots, teacher, demonstrated, seam.add_metrics,

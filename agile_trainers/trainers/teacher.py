@@ -1,8 +1,7 @@
-"""Loads the teacher of a run: an adapter on the policy's base, a model of its own, or the policy itself."""
+"""Loads the teachers of a run: adapters on the policy's base, models of their own, servers, or the policy itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,21 @@ from agile_trainers.adapters.loading import find_adapters, load_frozen, load_tok
 from agile_trainers.adapters.lora_settings import changes_base
 from agile_trainers.adapters.roles import POLICY, REFERENCE, TEACHER, base_model
 from agile_trainers.adapters.untrusted import naming_folder
-from agile_trainers.config.rules import ITSELF, THE_REFERENCE
+from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.objectives.distillation import SAMPLED
 from agile_trainers.packing.packer import adds_virtual_tokens
 from agile_trainers.step.dropout import switch_off_noise
+from agile_trainers.step.teacher import LoadedTeacher
+from agile_trainers.step.teacher_server import TeacherServer
 
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadedTeacher:
-    """A teacher's weights: a model's, an adapter's or the policy's own."""
-
-    model: Any = None
-    """A frozen model; None where it is an adapter of the policy, or the policy."""
-    adapter: str | None = None
-    """Name of the policy's adapter that it is, if it is one."""
-
-
-def load_teacher(args: Any, accelerator: Accelerator, policy: Any, tokenizer: Any) -> LoadedTeacher:
-    """Load the teacher that ``args.teacher`` names.
+def load_teachers(args: Any, accelerator: Accelerator, policy: Any, tokenizer: Any) -> list[LoadedTeacher]:
+    """Load the teachers that ``args.teacher`` names, each once. One adapter is named ``teacher``, several ``teacher_0``, ...
 
     Args:
-        args: A ``MultiTurnConfig`` with a teacher.
+        args: A ``MultiTurnConfig``.
         accelerator: The trainer's.
         policy: The policy, which gets the adapter of a teacher that is one.
         tokenizer: The policy's.
@@ -47,44 +38,54 @@ def load_teacher(args: Any, accelerator: Accelerator, policy: Any, tokenizer: An
     Raises:
         ValueError: If the teacher has another tokenizer, does not fit the policy, or cannot be loaded.
     """
-    if args.teacher_gradient not in SAMPLED and adds_virtual_tokens(policy):
+    names = teachers_of(args)
+    if names and args.teacher_gradient not in SAMPLED and adds_virtual_tokens(policy):
         raise ValueError(
             f"teacher_gradient={args.teacher_gradient!r} reads hidden states, whose columns a prompt-learning adapter "
             "shifts. Set teacher_gradient='immediate', or train a LoRA adapter."
         )
-    if args.teacher == ITSELF:
+    adapters = [TEACHER] if len(names) == 1 else [f"{TEACHER}_{index}" for index in range(len(names))]
+    return [_load(name, adapter, args, accelerator, policy, tokenizer) for name, adapter in zip(names, adapters)]
+
+
+def _load(
+    teacher: str, adapter: str, args: Any, accelerator: Accelerator, policy: Any, tokenizer: Any
+) -> LoadedTeacher:
+    if teacher == ITSELF:
         return LoadedTeacher()
-    if args.teacher == THE_REFERENCE:
+    if teacher == THE_REFERENCE:
         return LoadedTeacher(adapter=REFERENCE)
-    saved = find_adapters(args.teacher)
+    if is_address(teacher):
+        return LoadedTeacher(server=TeacherServer(teacher, tokenizer))
+    saved = find_adapters(teacher)
     if saved is not None:
         if not isinstance(policy, PeftModel):
             raise ValueError(
-                f"teacher={args.teacher!r} is an adapter, and the policy is trained whole. Pass `peft_config`, so that both "
+                f"teacher={teacher!r} is an adapter, and the policy is trained whole. Pass `peft_config`, so that both "
                 "are adapters on one base, or merge the teacher into a model of its own (PEFT's merge_and_unload)."
             )
         if changes_base(policy.peft_config[POLICY]):
             raise ValueError(
-                f"teacher={args.teacher!r} is an adapter on the base that the policy's initialization has changed "
+                f"teacher={teacher!r} is an adapter on the base that the policy's initialization has changed "
                 f"(init_lora_weights={policy.peft_config[POLICY].init_lora_weights!r}). Leave init_lora_weights unset."
             )
         named, own = saved.config.base_model_name_or_path, base_model(policy).name_or_path
         if named != own:
-            logger.warning("The teacher %s was trained on %r, and runs on %r.", args.teacher, named, own)
-        check_same_tokenizer(args.teacher, load_tokenizer(saved, args.trust_remote_code), tokenizer)
-        load_frozen(policy, TEACHER, saved.folders[POLICY])
+            logger.warning("The teacher %s was trained on %r, and runs on %r.", teacher, named, own)
+        check_same_tokenizer(teacher, load_tokenizer(saved, args.trust_remote_code), tokenizer)
+        load_frozen(policy, adapter, saved.folders[POLICY])
         fuse(policy)
-        return LoadedTeacher(adapter=TEACHER)
+        return LoadedTeacher(adapter=adapter)
     if args.deepspeed or args.fsdp:
         raise ValueError(
-            f"teacher={args.teacher!r} is a model of its own, and DeepSpeed and FSDP divide the policy alone. Use a teacher "
+            f"teacher={teacher!r} is a model of its own, and DeepSpeed and FSDP divide the policy alone. Use a teacher "
             "that is an adapter on the policy's base, or several processes without them."
         )
     trusted = {"trust_remote_code": args.trust_remote_code}
-    with naming_folder(args.teacher):
-        check_same_tokenizer(args.teacher, AutoTokenizer.from_pretrained(args.teacher, **trusted), tokenizer)
+    with naming_folder(teacher):
+        check_same_tokenizer(teacher, AutoTokenizer.from_pretrained(teacher, **trusted), tokenizer)
         dtype = torch.float32 if args.cast_lm_head_to_fp32 else base_model(policy).dtype
-        model = create_model_from_path(args.teacher, dtype=dtype, device_map=None, **trusted)
+        model = create_model_from_path(teacher, dtype=dtype, device_map=None, **trusted)
     model.requires_grad_(False).eval()
     switch_off_noise(model)
     add_fused_lm_head(model, temperature=args.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)

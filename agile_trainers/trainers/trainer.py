@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
 from agile_trainers.adapters.loading import parent_of, restore_left_out
-from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teacher
+from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teachers
 from agile_trainers.adapters.sharding import gathering_adapters
 from agile_trainers.adapters.untrusted import RESUMING, naming_folder
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
@@ -46,7 +46,7 @@ from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs, Models
 from agile_trainers.step.loss import DemonstrationLoss, FirstPass, LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
-from agile_trainers.step.teacher import Teacher
+from agile_trainers.step.teacher import KEPT, Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
 from agile_trainers.trainers import setup as construction
@@ -533,11 +533,17 @@ class MultiTurnTrainer(_Trainer):
         self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self.batches.skips_zero_advantage else whole
-        first = FirstPass(whole) if whole.old_per_token_logps is None and updates_again(self.args) else None
+        again = updates_again(self.args)
+        first = FirstPass(whole) if whole.old_per_token_logps is None and again else None
+        teaching = 0.0 if self.teacher is None else self.teacher.coefficient
+        taught = self.teacher.first_pass(whole) if self.teacher is not None and teaching and again else None
         loss = self.token_batches.loss(
-            model, read, whole, lambda part: self._loss_of(model, part, whole, first), complete=self.is_in_train
+            model, read, whole, lambda part: self._loss_of(model, part, whole, first, taught), complete=self.is_in_train
         )
-        if first is not None:  # further updates compare with the policy of this one
+        if taught is not None:  # further updates compare with a teacher that stays as it is
+            whole.token_columns[KEPT] = taught.log_probs
+            inputs.update(whole.to_trl())
+        if first is not None:  # and with the policy of this one
             inputs["old_per_token_logps"] = first.log_probs
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.mismatch.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
@@ -545,12 +551,14 @@ class MultiTurnTrainer(_Trainer):
             self._close_mismatch()
         return loss
 
-    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None) -> torch.Tensor:
+    def _loss_of(
+        self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None, taught: FirstPass | None
+    ) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
-        teaching = 0.0 if self.teacher is None else self.teacher.coefficient(self.state)
-        taught = self.teacher.read(model, part.batch) if self.teacher is not None and teaching else None
+        teaching = 0.0 if self.teacher is None else self.teacher.coefficient
+        told = self.teacher.read(model, part.batch) if self.teacher is not None and teaching else None
         with self._handing_over(part) as handed:
-            handed.teacher = taught
+            handed.teacher = told
             if self.loss is None:
                 loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
             else:
@@ -568,6 +576,8 @@ class MultiTurnTrainer(_Trainer):
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
         if first is not None:
             first.add(handed.batch, handed.log_probs)
+        if taught is not None and isinstance(told, torch.Tensor):
+            taught.add(handed.batch, told)
         if self.demonstrated is not None:
             loss = self.demonstrated.add(loss, handed, whole, self.current_gradient_accumulation_steps)
         if self.teacher is not None:
@@ -784,7 +794,7 @@ class MultiTurnTrainer(_Trainer):
         if self.engine is not None and self.args.should_save:
             self.checkpoints.describe(folder)
         gathering = gathering_adapters(self.model, self.accelerator.state.deepspeed_plugin)
-        with naming_full_disk(folder), without_teacher(self.accelerator.unwrap_model(self.model)), gathering:
+        with naming_full_disk(folder), without_teachers(self.accelerator.unwrap_model(self.model)), gathering:
             # So that `Trainer` does not push: below we do, with the card, and bear a Hub that cannot be reached.
             super().save_model(output_dir, _internal_call=True)
             if self.args.should_save:

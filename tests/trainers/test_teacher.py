@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_runs import SAVING, check_resumed
-from games import Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
+from games import Chatter, Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
 from path_episodes import measured as measured_episodes
 from path_episodes import repeated
 from ppo_games import make_ppo, wake
+from scoring_server import changed_model, teaching
 from split_passes import WHOLE, check_layouts, drawn, measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.roles import TEACHER, running
+from agile_trainers.cli.check.memory_plan import teacher_bytes
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
@@ -44,7 +46,8 @@ def distill(model: Path, folder: Path, **changes: Any) -> MultiTurnDistillationT
 
 def bytes_of(trainer: Any) -> int:
     """Of all weights that the trainer holds, each storage once."""
-    models = [m for m in (trainer.model, trainer.ref_model, trainer.teacher and trainer.teacher.model) if m is not None]
+    teachers = [] if trainer.teacher is None else [one.model for one in trainer.teacher.loaded]
+    models = [m for m in (trainer.model, trainer.ref_model, *teachers) if m is not None]
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in models for p in m.parameters()}
     return sum(weights.values())
 
@@ -53,13 +56,18 @@ def test_an_adapter_costs_no_second_copy_of_weights(embedded_model, tmp_path, te
     with_teacher, without = (make_trainer(embedded_model, tmp_path, teacher=one) for one in (teacher, None))
     adapter = [p for n, p in with_teacher.model.named_parameters() if f".{TEACHER}." in n]
     assert bytes_of(with_teacher) - bytes_of(without) == sum(p.nbytes for p in adapter) > 0
-    assert not any(p.requires_grad for p in adapter) and with_teacher.teacher.model is None
+    assert not any(p.requires_grad for p in adapter) and with_teacher.teacher.loaded[0].model is None
     whole = make_trainer(embedded_model, tmp_path, teacher=str(embedded_model))
     base = sum(p.nbytes for p in AutoModelForCausalLM.from_pretrained(embedded_model).parameters())
     assert bytes_of(whole) - bytes_of(without) == base
+    # `check` plans for them.
+    assert teacher_bytes(with_teacher.args, torch.float32) == sum(p.nbytes for p in adapter)
+    assert teacher_bytes(whole.args, torch.float32) == base and teacher_bytes(without.args, torch.float32) == 0
 
 
-def teachers_part(trainer: Any, batch: dict[str, torch.Tensor], gradient: str) -> dict[str, torch.Tensor]:
+def teachers_part(
+    trainer: Any, batch: dict[str, torch.Tensor], gradient: str, adapter: str = TEACHER
+) -> dict[str, torch.Tensor]:
     """The gradient of the divergence, averaged over tokens, from the model's own logits."""
     trainer.model.zero_grad()
     typed = TrainBatch.from_trl({n: v for n, v in batch.items() if n in TrainBatch.__dataclass_fields__})
@@ -72,7 +80,7 @@ def teachers_part(trainer: Any, batch: dict[str, torch.Tensor], gradient: str) -
         return logits[:, -length - 1 : -1].double().log_softmax(-1)
 
     mine = log_softmax()
-    with torch.no_grad(), running(trainer.model, TEACHER):
+    with torch.no_grad(), running(trainer.model, adapter):
         theirs = log_softmax()
     tokens = typed.completion_ids[..., None]
     taken, ratio = mine.gather(-1, tokens)[..., 0], (mine - theirs).detach().gather(-1, tokens)[..., 0] * counted
@@ -231,6 +239,168 @@ def test_a_hint_is_rendered_as_a_message_of_its_own(embedded_model, tmp_path) ->
     assert tokenizer.decode(ids) == expected
 
 
+# --------------------------------------------------------------------------------------------------- several teachers
+
+
+@pytest.fixture(scope="module")
+def other(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of another adapter."""
+    folder = tmp_path_factory.mktemp("other") / "adapter"
+    trainer = make_trainer(embedded_model, folder)
+    noise = torch.Generator().manual_seed(2)
+    for name, parameter in sorted(trainer.model.named_parameters()):
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=noise) * 0.1
+    trainer.save_model(str(folder))
+    return str(folder)
+
+
+BOTH = {"long": Long, "chatter": Chatter}
+
+
+def noted(add_columns: Any, of: dict[str, str]) -> Any:
+    """Check the index of each episode's teacher."""
+
+    def checked(output: TrainBatch, trajectories: Any) -> None:
+        add_columns(output, trajectories)
+        names = [trajectory.environment_name for trajectory in trajectories]
+        assert output.teachers.tolist() == [list(of).index(name) if name in of else -1 for name in names]
+
+    return checked
+
+
+@pytest.mark.parametrize("gradient", SAMPLED)
+@pytest.mark.parametrize("with_second", [True, False], ids=["two", "one of two"])
+def test_each_environment_has_its_own_teacher(embedded_model, tmp_path, teacher, other, with_second, gradient) -> None:
+    """The gradient is that of all taught tokens together; an environment without a teacher adds the reward's alone."""
+    of = {"long": teacher} | ({"chatter": other} if with_second else {})
+    found = []
+    for changes in ({}, {"teacher": of, "teacher_coef": 0.3, "teacher_gradient": gradient}):
+        trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, **changes)
+        trainer.state.max_steps = 1
+        wake(trainer)
+        if trainer.teacher is not None:
+            trainer.teacher.add_columns = noted(trainer.teacher.add_columns, of)
+        batch = draw_batch(trainer)
+        found.append(loss_and_gradients(trainer, batch)[1])
+    parts, counts = [], []
+    for index in range(len(of)):
+        rows = batch["teachers"] == index
+        part = {name: value[rows] if value.ndim else value for name, value in batch.items()}
+        adapter = f"{TEACHER}_{index}" if with_second else TEACHER
+        parts.append(teachers_part(trainer, part, gradient, adapter))
+        counts.append(int((part["tool_mask"] * part["completion_mask"]).sum()))
+    assert all(counts)
+    reward, mixed = ({n: g.double() for n, g in one.items()} for one in found)
+    mixture = {
+        n: g + 0.3 * sum(count * part[n] for count, part in zip(counts, parts)) / sum(counts) if n in parts[0] else g
+        for n, g in reward.items()
+    }
+    assert relative_error(mixed, mixture) < 2e-6 and relative_error(mixed, reward) > 1e-2
+
+
+@pytest.mark.parametrize(("loss_type", "share"), [("grpo", 0.5), ("dr_grpo", 1.0)])
+def test_of_episodes_too_the_divisor_is_their_own_count(embedded_model, tmp_path, teacher, loss_type, share) -> None:
+    """Half of the episodes have a teacher: of those alone is the mean."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=BOTH, num_generations=2, teacher={"long": teacher}, loss_type=loss_type
+    )
+    batch = draw_batch(trainer)
+    counted, there = batch["tool_mask"] * batch["completion_mask"], (batch["teachers"] == 0).long()[:, None]
+    assert there.float().mean() == 0.5
+    by = counted.sum(1, keepdim=True) * share if loss_type == "grpo" else 1.0
+    torch.testing.assert_close(batch[WEIGHTS], there * counted / by, rtol=1e-6, atol=0)
+
+
+def test_several_are_not_saved(embedded_model, tmp_path, teacher, other) -> None:
+    of = {"long": teacher, "chatter": other}
+    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, teacher=of, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(TEACHER)]
+    assert {"teacher_0", "teacher_1"} <= trainer.model.peft_config.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads"),
+    [({}, 1), ({"teacher": "reference", "reference_adapter": True}, 3)],
+    ids=["frozen", "reference"],
+)
+def test_a_frozen_teacher_reads_a_batch_once(embedded_model, tmp_path, teacher, changes, reads) -> None:
+    """Of three updates, and the weights are those of a run that lets it read again, to the bit."""
+    found = []
+    for keeps in (True, False):
+        options = {"teacher": teacher, "num_iterations": 3, "max_steps": 6, "learning_rate": 0.1, **changes}
+        trainer = make_trainer(embedded_model, tmp_path / str(keeps), **options)
+        trainer.teacher._frozen &= keeps
+        count, read = [], trainer.teacher._log_probs_of
+        trainer.teacher._log_probs_of = lambda *given, read=read, count=count: count.append(1) or read(*given)
+        trainer.train()
+        found.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n})
+        assert len(count) == 2 * (reads if keeps else 3)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+# ----------------------------------------------------------------------------------------------------------- servers
+
+
+@pytest.mark.parametrize("history", [None, "games:takes_notes"], ids=["one path", "several"])
+def test_a_server_gives_what_the_model_gives(embedded_model, tmp_path, history) -> None:
+    """Whole episodes, hints, and paths; once for each batch."""
+    options = {
+        "environment": Hinting, "max_turns": 6, "history": history, "num_generations": 2, "teacher_hint": "hint",
+        "num_iterations": 2, "max_steps": 2,
+    }  # fmt: skip
+    folder = changed_model(embedded_model, tmp_path / "model")
+    with teaching(folder) as served:
+        of_server = make_trainer(embedded_model, tmp_path / "served", teacher=served.url, **options)
+        of_model = make_trainer(embedded_model, tmp_path / "loaded", teacher=str(folder), **options)
+        read = []
+        for trainer in (of_server, of_model):
+            batch = TrainBatch.from_trl(trainer._generate_and_score_completions([{}] * 8))
+            read.append(torch.where(batch.counted, trainer.teacher.read(trainer.model, batch), 0.0))
+        torch.testing.assert_close(*read, rtol=0, atol=2e-5)
+        assert read[0].abs().max() > 1
+        before = served.scored
+        of_server.train()
+        assert 8 <= served.scored - before <= 8 * 6
+        before = served.scored
+        make_trainer(
+            embedded_model, tmp_path / "fading", teacher=served.url, teacher_steps=1, **{**options, "num_iterations": 1}
+        ).train()
+        assert before < served.scored <= before + 8 * 6, "of two batches one is read"
+    kl = [entry["teacher/kl"] for entry in of_server.state.log_history if "teacher/kl" in entry]
+    assert len(kl) == 2 and all(value != 0 for value in kl)
+
+
+def test_a_server_beside_an_adapter(embedded_model, tmp_path, teacher) -> None:
+    with teaching(changed_model(embedded_model, tmp_path / "model")) as served:
+        of = {"long": served.url, "chatter": teacher}
+        trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, teacher=of)
+        batch = TrainBatch.from_trl(trainer._generate_and_score_completions([{}] * 8))
+        read = trainer.teacher.read(trainer.model, batch)
+    assert served.scored == int((batch.teachers == 0).sum()) > 0
+    assert not read[batch.counted].isnan().any()
+
+
+def test_servers_that_do_not_fit(embedded_model, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"teacher='http://127.0.0.1:9' is no vLLM server that answers"):
+        make_trainer(embedded_model, tmp_path, teacher="http://127.0.0.1:9")
+    folder = changed_model(embedded_model, tmp_path / "model")
+    with teaching(folder, longest=5) as served:
+        trainer = make_trainer(embedded_model, tmp_path, teacher=served.url, environment=Long)
+        with pytest.raises(ValueError, match=r"has max_model_len=5, and an episode has \d+ tokens"):
+            trainer._generate_and_score_completions([{}] * 8)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["guess"])
+    larger = AutoModelForCausalLM.from_pretrained(folder)
+    larger.resize_token_embeddings(len(tokenizer))
+    for one in (larger, tokenizer):
+        one.save_pretrained(tmp_path / "larger")
+    with teaching(folder) as served, pytest.raises(ValueError, match="serves 'teacher', which has another tokenizer"):
+        make_trainer(tmp_path / "larger", tmp_path, teacher=served.url)
+
+
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -384,6 +554,15 @@ def test_an_agent_is_taught(embedded_model, tmp_path, teacher) -> None:
     [
         ({"teacher": "nowhere/to"}, "teacher='nowhere/to' is not a folder"),
         ({"teacher": "policy"}, "Set teacher_hint"),
+        ({"teacher": {"sums": "policy"}, "teacher_hint": "hint"}, "teacher names 'sums'"),
+        ({"teacher": {}}, "must have a folder, a Hub id or an address for each"),
+        (
+            {"teacher": {"long": "policy"}, "teacher_hint": "hint", "teacher_gradient": "distribution_forward",
+             "environment": BOTH},
+            "with those of one teacher",
+        ),
+        ({"teacher": "http://here:1", "teacher_gradient": "distribution_reverse"}, "of sampled tokens alone"),
+        ({"teacher": "http://here:1", "temperature": 0.7}, "over the whole vocabulary at temperature 1"),
         ({"teacher_coef": 0.5}, "no effect with teacher=None"),
         ({"teacher_hint": "hint"}, "no effect with teacher=None"),
         ({"teacher": "policy", "teacher_hint": "hint", "teacher_coef": 0.0}, "teacher_coef must be positive"),

@@ -30,7 +30,7 @@ from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE
 from agile_trainers.objectives.segments import spread_to_tokens
 from agile_trainers.packing.packer import PackingState
 from agile_trainers.rollout.generators import SamplingSettings
-from agile_trainers.step.teacher import WEIGHTS
+from agile_trainers.step.teacher import WEIGHTS, LoadedTeacher
 from agile_trainers.train_batch import TrainBatch
 
 TEMPERATURE = 0.8
@@ -75,7 +75,7 @@ def trainer_of(world: Any, teacher: Any, model: Path, folder: Path, gradient: st
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     trainer.state.max_steps = 4
-    trainer.teacher.model = teacher
+    trainer.teacher.loaded = [LoadedTeacher(teacher)]
     trainer.packer._forwards |= {
         id(each): forward_of(each, world.settings.temperature) for each in (world.model, teacher)
     }

@@ -67,6 +67,15 @@ CASES = {
         "num_generations": 2,
         "max_steps": 2,
     },
+    # One environment has no teacher, and the mean is over the episodes of the other.
+    "taught-one-of-two": {
+        "environment": {"hinting": "games:Hinting", "one": "games:OneTurn"},
+        "teacher": {"hinting": "policy"},
+        "teacher_hint": "hint",
+        "loss_type": "grpo",
+        "num_generations": 2,
+        "max_steps": 2,
+    },
     "taught-distributions": {
         "environment": {"hinting": "games:Hinting", "one": "games:OneTurn"},
         "teacher": "policy",

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from transformers import PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from trl import ModelConfig, get_peft_config
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
+from agile_trainers.adapters.loading import find_adapters, read_weights
 from agile_trainers.adapters.lora_settings import within_scope
+from agile_trainers.adapters.roles import POLICY
 from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig
+from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.packing.kept_head import COPIES, LOGITS
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
 from agile_trainers.sampling.sampler import sampling_settings
@@ -110,6 +113,8 @@ class MemoryPlan:
     """The vLLM engine of the rollouts; None for the transformers generator."""
     snapshots: int = 0
     """Adapters of earlier policies that are kept (``batches_ahead``)."""
+    teachers: int = 0
+    """Bytes of the frozen teachers' weights."""
     filters: bool = False
     """True if tokens are sampled with filters, whose head holds whole logits of a piece."""
 
@@ -178,8 +183,26 @@ def plan_memory(
         launch=launch,
         engine=engine if args.use_vllm else None,
         snapshots=args.batches_ahead + 1 if args.batches_ahead else 0,
+        teachers=teacher_bytes(args, weight_dtype(config, model)),
         filters=bool(sampling_settings(args).filters),
     )
+
+
+def teacher_bytes(args: MultiTurnConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that teachers add to a process: adapters in fp32, and models in the policy's dtype."""
+    total = 0
+    for teacher in teachers_of(args):
+        if teacher in (ITSELF, THE_REFERENCE) or is_address(teacher):
+            continue
+        if (saved := find_adapters(teacher)) is not None:
+            total += 4 * sum(weight.numel() for weight in read_weights(saved.folders[POLICY]).values())
+            continue
+        config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        weights = sum(parameter.numel() for parameter in whole.parameters())
+        total += weights * (4 if args.cast_lm_head_to_fp32 else dtype.itemsize)
+    return total
 
 
 def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
@@ -317,6 +340,7 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
             else f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
         ),
         *([snapshots] if plan.snapshots else []),
+        *([MemoryItem("teachers", plan.teachers, "frozen weights of teachers")] if plan.teachers else []),
     ]
 
 

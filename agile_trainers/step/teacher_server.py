@@ -1,0 +1,102 @@
+"""Asks a vLLM server for the log-probabilities of a teacher that it serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from urllib3.util.retry import Retry
+
+from agile_trainers.train_batch import TrainBatch, paths_of, rows_read, with_hints
+
+REQUESTS = 32
+"""Requests at the same time."""
+_SECONDS = 600.0
+_RETRIES = Retry(total=3, status_forcelist=[500, 502, 503], backoff_factor=0.5, allowed_methods=["POST", "GET"])
+
+
+class TeacherServer:
+    """A vLLM server whose first model is a teacher. It scores the ids of whole episodes, once for each batch.
+
+    Args:
+        url: Its address, ``http://host:port``.
+        tokenizer: The policy's.
+
+    Raises:
+        ValueError: If there is no vLLM server, or its model has another tokenizer.
+    """
+
+    def __init__(self, url: str, tokenizer: Any) -> None:
+        self.url, self._session = url.rstrip("/"), requests.Session()
+        for prefix in ("http://", "https://"):
+            self._session.mount(prefix, HTTPAdapter(max_retries=_RETRIES, pool_maxsize=REQUESTS))
+        try:
+            (self._model, self.max_model_length), *_ = (
+                (model["id"], model["max_model_len"]) for model in self._ask("GET", "/v1/models")["data"]
+            )
+        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"teacher={url!r} is no vLLM server that answers: {error}. Start one with `vllm serve`, and leave out /v1."
+            ) from error
+        ids = list(range(len(tokenizer)))
+        try:
+            same = self._ask("POST", "/detokenize", {"model": self._model, "tokens": ids})[
+                "prompt"
+            ] == tokenizer.decode(ids)
+        except requests.HTTPError:  # an id is outside of its vocabulary
+            same = False
+        if not same:
+            raise ValueError(
+                f"teacher={url!r} serves {self._model!r}, which has another tokenizer. The teacher scores the policy's own "
+                "ids: serve a model with the same tokenizer."
+            )
+
+    def log_probs(self, batch: TrainBatch) -> torch.Tensor:
+        """Ask for the log-probabilities of episodes.
+
+        Args:
+            batch: The episodes, with their hints.
+
+        Returns:
+            (B, T) float32 of the tokens that enter the loss, at temperature 1 over the whole vocabulary; 0 elsewhere.
+
+        Raises:
+            ValueError: If a row is too long for the server.
+            requests.exceptions.RequestException: If the server does not answer.
+        """
+        part = with_hints(batch.to_trl())
+        ids, mask, _ = rows_read(part)
+        rows = [own[there > 0].tolist() for own, there in zip(ids.cpu(), mask.cpu())]
+        if (longest := max(map(len, rows))) >= self.max_model_length:
+            raise ValueError(
+                f"The teacher at {self.url} has max_model_len={self.max_model_length}, and an episode has {longest} tokens. "
+                "Start it with a larger --max-model-len, or lower max_model_length."
+            )
+        with ThreadPoolExecutor(REQUESTS, thread_name_prefix="teacher") as threads:
+            scored = list(threads.map(self._score, rows))
+        flat = torch.zeros(ids.shape)
+        for row, values in enumerate(scored):
+            flat[row, mask[row].cpu() > 0] = torch.tensor(values)
+        flat, length = flat.to(ids.device), batch.completion_ids.size(1)
+        paths = paths_of(part)
+        found = flat[:, -length:] if paths is None else flat.flatten()[paths.cells.clamp(min=0)]
+        return torch.where(batch.counted, found, 0.0)
+
+    def _score(self, ids: list[int]) -> list[float]:
+        """Return the log-probability of each token after those before it; 0 of the first."""
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        (choice,) = self._ask("POST", "/v1/completions", body)["choices"]
+        told = choice["prompt_logprobs"]
+        return [0.0] + [one[str(token)]["logprob"] for token, one in zip(ids[1:], told[1:], strict=True)]
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        response = self._session.request(method, self.url + path, json=body, timeout=_SECONDS)
+        if not response.ok:
+            raise requests.HTTPError(
+                f"The teacher at {self.url} rejects a request: {response.status_code} {response.text[:500]}"
+            )
+        answer: dict[str, Any] = response.json()
+        return answer
