@@ -20,9 +20,9 @@ from agile_trainers.train_batch import TrainBatch
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The policy's base and the teacher, with heads of 32, which vLLM asks for on CPU."""
+    """The policy's base and the teacher."""
     folder = tmp_path_factory.mktemp("models")
-    base = make_embedded_model(folder / "base", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+    base = make_embedded_model(folder / "base")
     return base, changed_model(base, folder / "teacher")
 
 
