@@ -93,6 +93,9 @@ TASKS: dict[str, dict[str, dict[str, Any]]] = {
     "easy": {
         "GRPO": {},
         **{f"bad expert, {name}": with_expert(demonstrations="bad", demonstration_loss=name) for name in TREATMENTS},
+        "bad expert, weighted, demonstration_coef=32": with_expert(
+            demonstrations="bad", demonstration_loss="weighted", demonstration_coef=32.0
+        ),
     },
     "long": {
         "GRPO": {},
