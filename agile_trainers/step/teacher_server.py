@@ -93,7 +93,12 @@ class TeacherServer:
         return [0.0] + [one[str(token)]["logprob"] for token, one in zip(ids[1:], told[1:], strict=True)]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        response = self._session.request(method, self.url + path, json=body, timeout=_SECONDS)
+        try:
+            response = self._session.request(method, self.url + path, json=body, timeout=_SECONDS)
+        except requests.ConnectionError as error:
+            raise requests.ConnectionError(
+                f"The teacher at {self.url} does not answer: {error}. Start it (again), and resume from the last checkpoint."
+            ) from error
         if not response.ok:
             raise requests.HTTPError(
                 f"The teacher at {self.url} rejects a request: {response.status_code} {response.text[:500]}"
