@@ -723,7 +723,7 @@ MUTATIONS = [
         "whole.token_columns[KEPT] = taught.log_probs", "pass", f"{TEACHER} -k once[frozen",
     ),
     Mutation(
-        "a teacher's server without the hint", "step/teacher_server.py",
+        "a teacher's server without the hint", "sampling/teacher_server.py",
         "part = with_hints(batch.to_trl())", "part = batch.to_trl()", f"{TEACHER} -k gives[one",
     ),
     Mutation(

@@ -23,10 +23,10 @@ from agile_trainers.objectives.distillation import (
 )
 from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.packing.packer import Packer, kept_of
+from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step.credit import TurnMeans
 from agile_trainers.step.log_probs import TokenLogProbs
 from agile_trainers.step.loss import FirstPass, LossPass, denominator_of, divisor
-from agile_trainers.step.teacher_server import TeacherServer
 from agile_trainers.train_batch import TrainBatch, paths_of, read_inputs, with_hints
 from agile_trainers.types import Trajectory
 

@@ -19,9 +19,9 @@ from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.objectives.distillation import SAMPLED
 from agile_trainers.packing.packer import adds_virtual_tokens
+from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.teacher import LoadedTeacher
-from agile_trainers.step.teacher_server import TeacherServer
 
 logger = logging.get_logger(__name__)
 
