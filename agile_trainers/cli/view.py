@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agile_trainers.cli.errors import printable
-from agile_trainers.records.atif import write_trajectories
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
 from agile_trainers.viewer.parts import with_members
@@ -31,10 +30,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write (default: view.html in the run's folder)"
     )
-    parser.add_argument(
-        "--atif", action="store_true", help="write the episodes in the form ATIF instead, one JSON object a line (default: "
-        "trajectories.jsonl in the run's folder)",
-    )  # fmt: skip
     parser.add_argument(
         "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer "
         "run, the first, the last and evenly spaced steps are in it (default: 100)",
@@ -59,8 +54,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.serve and options.output is not None:
         parser.error("--output has no effect with --serve, which writes no file: leave one of them out")
-    if options.atif and (options.serve or options.open):
-        parser.error("--atif writes no page to serve or to open: leave --serve and --open out")
     return _serve(options) if options.serve else _write(options)
 
 
@@ -82,10 +75,6 @@ def _ordered(runs: list[RunRecords]) -> list[RunRecords]:
 def _write(options: argparse.Namespace) -> int:
     runs, compared = _find(options)
     folder = options.path if options.path.is_dir() else options.path.parent
-    if options.atif:
-        path = options.output or folder / "trajectories.jsonl"
-        print(f"{path}: {write_trajectories(runs, path):,} episodes")
-        return 0
     written = write_page(runs, options.output or folder / "view.html", megabytes=options.megabytes, compared=compared)
     names = ", ".join(run.name for run in runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
     print(f"{written.path}: {written.episodes:,} episodes of {printable(names)}, {written.size / 1e6:.1f} MB")

@@ -5,17 +5,19 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import requests
+import httpx
 import torch
-from requests.adapters import HTTPAdapter
-from urllib3.util.retry import Retry
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from agile_trainers.train_batch import TrainBatch, paths_of, rows_read, with_hints
 
 REQUESTS = 32
 """Requests at the same time."""
 _SECONDS = 600.0
-_RETRIES = Retry(total=3, status_forcelist=[500, 502, 503], backoff_factor=0.5, allowed_methods=["POST", "GET"])
+_AGAIN = retry(
+    retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(4), wait=wait_random_exponential(0.5, 4),
+    reraise=True,
+)  # fmt: skip
 
 
 class TeacherServer:
@@ -30,14 +32,12 @@ class TeacherServer:
     """
 
     def __init__(self, url: str, tokenizer: Any) -> None:
-        self.url, self._session = url.rstrip("/"), requests.Session()
-        for prefix in ("http://", "https://"):
-            self._session.mount(prefix, HTTPAdapter(max_retries=_RETRIES, pool_maxsize=REQUESTS))
+        self.url, self._client = url.rstrip("/"), httpx.Client(timeout=_SECONDS)
         try:
             (self._model, self.max_model_length), *_ = (
                 (model["id"], model["max_model_len"]) for model in self._ask("GET", "/v1/models")["data"]
             )
-        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
+        except (ConnectionError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"teacher={url!r} is no vLLM server that answers: {error}. Start one with `vllm serve`, and leave out /v1."
             ) from error
@@ -46,7 +46,7 @@ class TeacherServer:
             same = self._ask("POST", "/detokenize", {"model": self._model, "tokens": ids})[
                 "prompt"
             ] == tokenizer.decode(ids)
-        except requests.HTTPError:  # an id is outside of its vocabulary
+        except ValueError:  # an id is outside of its vocabulary
             same = False
         if not same:
             raise ValueError(
@@ -65,7 +65,7 @@ class TeacherServer:
 
         Raises:
             ValueError: If a row is too long for the server.
-            requests.exceptions.RequestException: If the server does not answer.
+            ConnectionError: If the server does not answer.
         """
         part = with_hints(batch.to_trl())
         ids, mask, _ = rows_read(part)
@@ -92,16 +92,16 @@ class TeacherServer:
         told = choice["prompt_logprobs"]
         return [0.0] + [one[str(token)]["logprob"] for token, one in zip(ids[1:], told[1:], strict=True)]
 
+    @_AGAIN
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = self._session.request(method, self.url + path, json=body, timeout=_SECONDS)
-        except requests.ConnectionError as error:
-            raise requests.ConnectionError(
+            response = self._client.request(method, self.url + path, json=body)
+        except httpx.HTTPError as error:
+            raise ConnectionError(
                 f"The teacher at {self.url} does not answer: {error}. Start it (again), and resume from the last checkpoint."
             ) from error
-        if not response.ok:
-            raise requests.HTTPError(
-                f"The teacher at {self.url} rejects a request: {response.status_code} {response.text[:500]}"
-            )
+        if response.is_error:
+            kind = ConnectionError if response.is_server_error else ValueError
+            raise kind(f"The teacher at {self.url} rejects a request: {response.status_code} {response.text[:500]}")
         answer: dict[str, Any] = response.json()
         return answer

@@ -122,7 +122,7 @@ class Teacher:
             trajectories: Its episodes.
 
         Raises:
-            requests.exceptions.RequestException: If a server does not answer.
+            ConnectionError: If a server does not answer.
         """
         if self._args.teacher_hint is not None:
             hints = [hint_of(trajectory, self._args.teacher_hint) for trajectory in trajectories]

@@ -88,7 +88,7 @@ LIBRARIES = {
     ),
     "openenv": Library(
         "openenv",
-        "any OpenEnv server, openenv:<url>, and sessions, openenv:my_module:Sessions",
+        "any OpenEnv server, openenv:<url>",
         ("websockets", "httpx"),
     ),
     "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment", ("trl",)),
