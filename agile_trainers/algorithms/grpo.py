@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
-from agile_trainers.config.rules import Rule, acts_with, one_of, weighs_decisions_with
+from agile_trainers.config.rules import Rule, acts_with, excludes, one_of, weighs_decisions_with
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.step.credit import Credit, CreditInputs
 
@@ -38,7 +38,8 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
     advantage_baseline: str = option(
         "mean",
-        "Baseline that is subtracted: the `mean` of the group, or of the other members (`leave_one_out`, as in RLOO).",
+        "Baseline that is subtracted: the `mean` of the group, or of the other members (`leave_one_out`, as in RLOO), or of "
+        "the group with the batch's mean as one member more (`shrunk`).",
     )
     turn_advantage_trajectory_fallback: bool | None = option(
         None,
@@ -50,7 +51,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     value_rules: ClassVar[tuple[Rule, ...]] = (
         one_of("advantage_granularity", "turn", "trajectory", "anchor"),
         one_of("turn_credit", "return", "reward"),
-        one_of("advantage_baseline", "mean", "leave_one_out"),
+        one_of("advantage_baseline", "mean", "leave_one_out", "shrunk"),
     )
     episode_rules: ClassVar[tuple[Rule, ...]] = (
         acts_with("advantage_granularity", ("turn", "anchor"), "turn_credit", "gamma"),
@@ -64,6 +65,13 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         ),
         weighs_decisions_with("advantage_granularity", "turn"),
         weighs_decisions_with("turn_credit", "return"),
+        weighs_decisions_with("advantage_baseline", "mean", "leave_one_out"),
+        excludes(
+            "advantage_baseline",
+            ("shrunk",),
+            "task_sampling",
+            why="with which groups of equal rewards have an advantage too",
+        ),
     )
 
 
@@ -101,6 +109,7 @@ class GRPO:
             anchors=turns.anchors,
             rewarded=turns.rewarded,
             weights=turns.weights,
+            environments=turns.environments,
         )
         result = advantages_at(granularity=args.advantage_granularity)
         if args.advantage_granularity == "trajectory":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,7 +14,7 @@ from agile_trainers.objectives.returns import discounted_returns, gae
 Granularity = Literal["turn", "trajectory", "anchor"]
 TurnCredit = Literal["return", "reward"]
 Scale = Literal["group", "batch", "mean", "none"]
-Baseline = Literal["mean", "leave_one_out"]
+Baseline = Literal["mean", "leave_one_out", "shrunk"]
 
 STD_EPSILON = 1e-4
 """Added to standard deviations of rewards, as in TRL."""
@@ -63,16 +63,16 @@ class _Comparison:
     """int64, the set of each value."""
     mask: torch.Tensor
     """bool, False on values that are ignored."""
+    further: torch.Tensor | None = None
+    """A further member of each value's set. None: there are none."""
 
     def compared(self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None) -> _Compared:
         """Compute advantages.
 
         ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: the compared values.
         """
-        count = self.count
-        mean = self._total(self.values) / count.clamp(min=1)
+        count, mean, std = self._statistics()
         centred = self.values - mean
-        std = (self._total(centred**2) / (count - 1).clamp(min=1)).sqrt()
         # Rounding gives equal rewards a tiny spread instead of 0, which must not be scaled up.
         differ = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
         centred = torch.where(differ, centred, 0.0)
@@ -93,7 +93,23 @@ class _Comparison:
             centred, factor = centred / deviation, factor / deviation
         elif scale == "mean":
             centred, factor = (torch.where(differ, value / mean, 0.0) for value in (centred, factor))
-        return _Compared(centred, self.mask & (count < 2), others, factor)
+        return _Compared(centred, self.mask & (self.count < 2), others, factor)
+
+    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return number, mean and deviation of each value's set, with the further member."""
+        count, total = self.count, self._total(self.values)
+        if self.further is not None:
+            count, total = count + 1, total + self.further
+        mean = total / count.clamp(min=1)
+        squares = self._total((self.values - mean) ** 2)
+        if self.further is not None:
+            squares = squares + (self.further - mean) ** 2
+        return count, mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+    def with_mean(self, sets: torch.Tensor) -> _Comparison:
+        """Return this with the mean of the values of larger sets, int64, as the further member of each set."""
+        larger = _Comparison(self.values, sets, self.mask)
+        return replace(self, further=larger._total(self.values) / larger.count.clamp(min=1))
 
     @cached_property
     def count(self) -> torch.Tensor:
@@ -126,6 +142,7 @@ def group_advantages(
     anchors: torch.Tensor | None = None,
     rewarded: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    environments: torch.Tensor | None = None,
 ) -> GroupAdvantages:
     """Compute group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
@@ -158,13 +175,18 @@ def group_advantages(
             not at all (``"none"``, Dr. GRPO).
         baseline: The ``"mean"`` of the compared values, or of the other values only (``"leave_one_out"``, RLOO: Ahmadian
             et al., 2024), which does not shrink the gradient: without scaling, its expectation is exact, at granularity
-            ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length.
+            ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length. ``"shrunk"``: the mean of the
+            group, and of the whole batch as one member more (at granularity ``"turn"``: of the same turn), in ``scale`` too;
+            not together with ``weights``. A group of equal returns then has an advantage: over the deviation of the group
+            ``1 / sqrt(group_size + 1)``, with the sign of the difference from the batch.
         trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``, as described above.
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
         rewarded: (B, K) int64, the number of calls whose rewards had been given when a turn's call was submitted, see
             :func:`~agile_trainers.objectives.returns.discounted_returns`. Default: the turn's index.
         weights: (B, K), of :func:`~agile_trainers.objectives.drift.decision_weights`. For ``"turn"`` with
             ``turn_credit="return"`` only. Default: 1.
+        environments: (B,) int64, the environment of each row, for ``"shrunk"``: what counts as the batch is the episodes of
+            one. Default: one for all.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32, or float64 if the rewards are.
@@ -181,7 +203,9 @@ def group_advantages(
         )
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
-    found = episodes.compared(scale, baseline)
+    kinds = torch.zeros_like(groups[:, 0]) if environments is None else environments.unique(return_inverse=True)[1]
+    shrunk = baseline == "shrunk"
+    found = (episodes.with_mean(kinds) if shrunk else episodes).compared(scale, baseline)
     whole = found.advantages[:, None] * valid
     dtype = torch.promote_types(turn_rewards.dtype, torch.float32)
     if granularity == "trajectory":
@@ -197,6 +221,8 @@ def group_advantages(
         compared, keys = valid & (anchors != 0), anchors
     sets = _numbered(groups, keys)
     comparison = _Comparison(values, sets, compared)
+    if shrunk and granularity == "turn":
+        comparison = comparison.with_mean(_numbered(kinds[:, None].expand_as(indices), indices))
     found, rule = comparison.compared(scale, baseline), (group_size, scale, baseline)
     if granularity == "anchor":
         rows = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(sets)

@@ -357,3 +357,50 @@ def test_maxrl_estimates_the_gradient_of_a_truncated_log(size, baseline):
         total += chance * float((result.advantages[:, 0].double() * (rewards - p)).mean())
     exact = p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, size))
     assert total == pytest.approx(exact * (size / (size - 1) if baseline == "leave_one_out" else 1), rel=1e-6)
+
+
+def test_the_batch_is_one_member_more_by_hand():
+    """Returns 1, 0 and 1, 1: the batch's mean is 3/4, and the means of the groups with it are 7/12 and 11/12."""
+    rewards, options = torch.tensor([[1.0], [0.0], [1.0], [1.0]]), {"group_size": 2, "baseline": "shrunk"}
+    for granularity in ("turn", "trajectory"):
+        plain = group_advantages(rewards, torch.ones(4, 1) > 0, NEVER, granularity=granularity, scale="none", **options)
+        assert plain.advantages.flatten().tolist() == pytest.approx([5 / 12, -7 / 12, 1 / 12, 1 / 12])
+        scaled = group_advantages(rewards, torch.ones(4, 1) > 0, NEVER, granularity=granularity, **options)
+        deviation = math.sqrt((2 * (1 / 12) ** 2 + (2 / 12) ** 2) / 2)
+        assert scaled.advantages[2:].flatten().tolist() == pytest.approx([1 / 12 / (deviation + 1e-4)] * 2)
+        assert scaled.advantages[2].item() == pytest.approx(1 / math.sqrt(3), rel=1e-3)
+    equal = group_advantages(torch.full((4, 1), 0.3), torch.ones(4, 1) > 0, NEVER, **options)
+    assert equal.advantages.eq(0).all()
+
+
+def test_what_counts_as_the_batch_is_of_one_environment_and_turn():
+    """Each environment and turn index as if it were alone; a failed episode is in no mean."""
+    rewards = torch.tensor(
+        [[1.0, 5.0], [0.0, 7.0], [1.0, 0.0], [1.0, 0.0], [40.0, 2.0], [10.0, 0.0], [30.0, 1.0], [9e9, 0]]
+    )
+    mask = torch.tensor([[True, True], [True, True], [True, False], [True, False], [True, True]] + [[True, True]] * 3)
+    failed = torch.tensor([False] * 7 + [True])
+    environments = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3])
+    options = {"group_size": 2, "baseline": "shrunk", "scale": "none", "turn_credit": "reward"}
+    found = group_advantages(rewards, mask, failed, environments=environments, **options).advantages
+    means = {(7, 0): 3 / 4, (7, 1): 6.0, (3, 0): 80 / 3, (3, 1): 1.0}
+    for row, turn in (mask & ~failed[:, None]).nonzero().tolist():
+        group = [n for n in (row // 2 * 2, row // 2 * 2 + 1) if mask[n, turn] and not failed[n]]
+        members = [*(rewards[n, turn].item() for n in group), means[environments[row].item(), turn]]
+        assert found[row, turn].item() == pytest.approx(
+            rewards[row, turn].item() - sum(members) / len(members), rel=1e-6
+        )
+    assert found[7].eq(0).all()
+
+
+def test_the_gradient_beside_the_batch_is_a_part_of_the_exact_one():
+    """All batches of two groups of two, right with probability .3: what is left out is the own share in the baseline."""
+    p, total = 0.3, 0.0
+    for answers in itertools.product((0.0, 1.0), repeat=4):
+        rewards = torch.tensor(answers, dtype=torch.float64)
+        chance = math.prod(p if right else 1 - p for right in answers)
+        result = group_advantages(
+            rewards[:, None], torch.ones(4, 1) > 0, NEVER, group_size=2, scale="none", baseline="shrunk"
+        )
+        total += chance * float((result.advantages[:, 0].double() * (rewards - p)).mean())
+    assert total == pytest.approx(p * (1 - p) * (1 - (1 + 1 / 4) / 3), rel=1e-9)

@@ -35,7 +35,8 @@ SERVERS = [words[2:] for words in COMMANDS if words[0] == "vllm"]
 LORA, WHOLE = (words[1:] for words in COMMANDS[1:4:2])
 SMALL = """\
 --dtype float32 --max_turns 2 --max_new_tokens 8 --max_model_length 256 --per_device_train_batch_size 4
---gradient_accumulation_steps 2 --max_steps 2 --save_steps 2 --logging_steps 1 --report_to none --num_processes 2"""
+--gradient_accumulation_steps 2 --max_steps 2 --num_iterations 1 --save_steps 2 --logging_steps 1 --report_to none
+--num_processes 2"""
 LENGTH = 512
 LONGER = """
 class Longer:
