@@ -104,6 +104,7 @@ def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, a
     found = []
     for changes in ({}, {"teacher": teacher, "teacher_coef": 0.3, "teacher_gradient": gradient}):
         trainer = make(**changes)
+        trainer.model.double()
         trainer.state.max_steps = 1
         wake(trainer)
         batch = draw_batch(trainer)
@@ -114,7 +115,7 @@ def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, a
     own = teachers_part(trainer, batch, gradient)
     reward, mixed = ({n: g.double() for n, g in one.items()} for one in found)
     mixture = {n: g + 0.3 * own[n] if n in own else g for n, g in reward.items()}
-    assert relative_error(mixed, mixture) < 2e-6  # fp32: 1e-6 holds on some processors and not on others
+    assert relative_error(mixed, mixture) < 1e-6
     assert relative_error(mixed, reward) > 1e-2
 
 
@@ -277,6 +278,7 @@ def test_each_environment_has_its_own_teacher(embedded_model, tmp_path, teacher,
     found = []
     for changes in ({}, {"teacher": of, "teacher_coef": 0.3, "teacher_gradient": gradient}):
         trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, **changes)
+        trainer.model.double()
         trainer.state.max_steps = 1
         wake(trainer)
         if trainer.teacher is not None:
@@ -296,7 +298,7 @@ def test_each_environment_has_its_own_teacher(embedded_model, tmp_path, teacher,
         n: g + 0.3 * sum(count * part[n] for count, part in zip(counts, parts)) / sum(counts) if n in parts[0] else g
         for n, g in reward.items()
     }
-    assert relative_error(mixed, mixture) < 2e-6 and relative_error(mixed, reward) > 1e-2
+    assert relative_error(mixed, mixture) < 1e-6 and relative_error(mixed, reward) > 1e-2
 
 
 @pytest.mark.parametrize(("loss_type", "share"), [("grpo", 0.5), ("dr_grpo", 1.0)])
