@@ -57,6 +57,7 @@ LAST = 10
 STUDIED = (
     "num_iterations", "steps_per_generation", "epsilon", "epsilon_high", "scale_rewards", "entropy_coef", "beta",
     "use_adaptive_entropy", "entropy_target", "max_grad_norm", "advantage_granularity", "loss_type", "adam_beta2",
+    "advantage_baseline",
 )  # fmt: skip
 """Options whose values are part of a saved training of ours."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}

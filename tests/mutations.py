@@ -707,6 +707,15 @@ MUTATIONS = [
         f"{TEACHER} -k stated_mixture",
     ),
     Mutation(
+        "another environment in the mean of the batch", "objectives/advantages.py",
+        "environments.unique(return_inverse=True)[1]", "torch.zeros_like(groups[:, 0])",
+        "tests/objectives/test_advantages.py -k one_environment",
+    ),
+    Mutation(
+        "a deviation without the batch", "objectives/advantages.py",
+        "squares = squares + (self.further - mean) ** 2", "pass", "tests/objectives/test_advantages.py -k one_member",
+    ),
+    Mutation(
         "one teacher for every environment", "step/teacher.py",
         "return (batch.teachers == teacher)", "return (batch.teachers >= 0)", f"{TEACHER} -k own_teacher[two",
     ),
