@@ -708,7 +708,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another environment in the mean of the batch", "objectives/advantages.py",
-        "environments.unique(return_inverse=True)[1]", "torch.zeros_like(groups[:, 0])",
+        "if environments is None else environments", "if True else environments",
         "tests/objectives/test_advantages.py -k one_environment",
     ),
     Mutation(

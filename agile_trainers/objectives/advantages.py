@@ -108,7 +108,7 @@ class _Comparison:
 
     def with_mean(self, sets: torch.Tensor) -> _Comparison:
         """Return this with the mean of the values of larger sets, int64, as the further member of each set."""
-        larger = _Comparison(self.values, sets, self.mask)
+        larger = _Comparison(self.values, sets.unique(return_inverse=True)[1], self.mask)
         return replace(self, further=larger._total(self.values) / larger.count.clamp(min=1))
 
     @cached_property
@@ -185,8 +185,7 @@ def group_advantages(
             :func:`~agile_trainers.objectives.returns.discounted_returns`. Default: the turn's index.
         weights: (B, K), of :func:`~agile_trainers.objectives.drift.decision_weights`. For ``"turn"`` with
             ``turn_credit="return"`` only. Default: 1.
-        environments: (B,) int64, the environment of each row, for ``"shrunk"``: what counts as the batch is the episodes of
-            one. Default: one for all.
+        environments: (B,) int64, of which the episodes count as a batch each, for ``"shrunk"``. Default: one for all.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32, or float64 if the rewards are.
@@ -196,16 +195,11 @@ def group_advantages(
     """
     valid = turn_mask & ~failed[:, None]
     rewards = torch.where(valid, turn_rewards.double(), 0.0)
-    if scale == "mean" and (rewards < 0).any():
-        raise ValueError(
-            f"scale_rewards='mean' divides by a mean and takes rewards of at least 0, got {rewards.min().item():.6g}. "
-            "Shift the environment's rewards to 0 or above, or set scale_rewards='group' or 'none'."
-        )
+    _check_scale(scale, rewards)
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
-    kinds = torch.zeros_like(groups[:, 0]) if environments is None else environments.unique(return_inverse=True)[1]
-    shrunk = baseline == "shrunk"
-    found = (episodes.with_mean(kinds) if shrunk else episodes).compared(scale, baseline)
+    kinds = torch.zeros_like(groups[:, 0]) if environments is None else environments
+    found = (episodes.with_mean(kinds) if baseline == "shrunk" else episodes).compared(scale, baseline)
     whole = found.advantages[:, None] * valid
     dtype = torch.promote_types(turn_rewards.dtype, torch.float32)
     if granularity == "trajectory":
@@ -213,15 +207,10 @@ def group_advantages(
 
     values = discounted_returns(rewards, valid, gamma, rewarded) if turn_credit == "return" else rewards
     indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
-    if granularity == "turn":
-        compared, keys = valid, indices
-    else:
-        assert anchors is not None
-        # A state without a name equals no other.
-        compared, keys = valid & (anchors != 0), anchors
+    compared, keys = (valid, indices) if granularity == "turn" else _named(valid, anchors)
     sets = _numbered(groups, keys)
     comparison = _Comparison(values, sets, compared)
-    if shrunk and granularity == "turn":
+    if baseline == "shrunk" and granularity == "turn":
         comparison = comparison.with_mean(_numbered(kinds[:, None].expand_as(indices), indices))
     found, rule = comparison.compared(scale, baseline), (group_size, scale, baseline)
     if granularity == "anchor":
@@ -236,6 +225,20 @@ def group_advantages(
         found = found.where(alone, _against_others(values, alone, episodes, values[valid], *rule))
     advantages = found.advantages if weights is None else found.weighted(rewards, valid, gamma, weights)
     return _result(advantages, alone, valid, dtype)
+
+
+def _check_scale(scale: Scale, rewards: torch.Tensor) -> None:
+    if scale == "mean" and (rewards < 0).any():
+        raise ValueError(
+            f"scale_rewards='mean' divides by a mean and takes rewards of at least 0, got {rewards.min().item():.6g}. "
+            "Shift the environment's rewards to 0 or above, or set scale_rewards='group' or 'none'."
+        )
+
+
+def _named(valid: torch.Tensor, anchors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which turns are compared by their states, and the states: one without a name equals no other."""
+    assert anchors is not None
+    return valid & (anchors != 0), anchors
 
 
 def _numbered(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
