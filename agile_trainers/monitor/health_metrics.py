@@ -131,11 +131,7 @@ def seeds_alike(episodes: Sequence[Sequence[tuple[str, str]]], members: int) -> 
 
 
 def health_metrics(
-    rows: Sequence[dict[str, Any]],
-    rewards: Sequence[float],
-    tasks: Sequence[str | None],
-    group_size: int,
-    members: int,
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float], tasks: Sequence[str | None], group_size: int, members: int
 ) -> dict[str, float]:
     """Compute the metrics of a generation batch, of all processes.
 

@@ -37,13 +37,7 @@ def training_summary(
     """
     tokens = sum(row["action_tokens"] for row in [*rows, *discarded])
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
-    return {
-        **summarize(rows, known),
-        **length_summary(rows),
-        **_cut_returns(rows),
-        **_between_turns(rows),
-        **speed,
-    }
+    return {**summarize(rows, known), **length_summary(rows), **_cut_returns(rows), **_between_turns(rows), **speed}
 
 
 def _between_turns(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
