@@ -332,9 +332,6 @@ class MultiTurnConfig(GRPOConfig):
         "Seconds after which the run finishes its optimizer step, saves and ends with exit code 0; a resumed run has as "
         "many again. The learning rate's schedule still ends at `max_steps`. Default: no limit.",
     )
-    hub_extras: list[str] = option(
-        [], "Adapters that are pushed to the Hub besides the policy: `reference` and `critic`."
-    )
     public_values: list[str] = option(
         [],
         "Environment arguments and options whose values may leave the machine, such as `level`, or `guess.level` of one of "
