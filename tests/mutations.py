@@ -2190,10 +2190,6 @@ MUTATIONS = [
         "launch.processes if name in launch.shared else 1", "1", "tests/test_cli_advice.py -k share",
     ),
     Mutation(
-        "advice is of the first change for all", "cli/check/memory_plan.py",
-        "config.to_json_string(), repr(shape)", "config.to_json_string()", "tests/test_cli_advice.py -k differences",
-    ),
-    Mutation(
         "a batch is checked for one process", "cli/check/command.py",
         "if launch.processes > 1:", "if False:", "tests/test_cli_advice.py -k batches",
     ),

@@ -24,7 +24,6 @@ from agile_trainers.cli.check.memory_plan import (
     plan_memory,
     planned_server,
     readable,
-    remedies,
     serving,
     trace,
 )
@@ -57,6 +56,11 @@ OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
 """Findings about the policy that played, which tell of training only if that is the one to train."""
 ALMOST = 0.85
 """Share of a GPU from which a plan is warned of: fragmentation and the libraries' own memory come on top of it."""
+LOWER = (
+    "What lowers it: dtype=bfloat16, use_peft, load_in_4bit, gradient_checkpointing, optim=adamw_bnb_8bit; less for "
+    "max_tokens_per_micro_batch, generation_chunk_size or max_model_length; sharding (accelerate_config=zero3), or vLLM on "
+    "other GPUs (vllm_mode=server) or asleep in updates (vllm_enable_sleep_mode)."
+)
 SERVER_SHARE = 0.9
 """Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
 POLICY_EPISODES = 16
@@ -476,14 +480,12 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     if peak <= ALMOST * size:
         report.line(f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}.")
         return
-    steps = remedies(run.config, plan, step, size)
-    told = f" Each of these alone: {'; '.join(map(str, steps))}." if steps else ""
     if peak > size:
-        report.problem(f"the planned peak of {readable(peak)} is more than the GPU's {readable(size)}.{told}")
+        report.problem(f"the planned peak of {readable(peak)} is more than the GPU's {readable(size)}. {LOWER}")
     else:
         report.warning(
             f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}, and fragmentation and the libraries come "
-            f"on top of it.{told}"
+            f"on top of it. {LOWER}"
         )
 
 
