@@ -274,10 +274,6 @@ MUTATIONS = [
         "tests/rollout/test_asides.py -k memory",
     ),
     Mutation(
-        "a shared beginning is drawn again", "cli/layout.py",
-        "start = sum(node in drawn for node in own)", "start = 0", "tests/test_cli_check.py -k its_own",
-    ),
-    Mutation(
         "helpers are compared with second turns", "monitor/health_checks.py",
         "(episode.linear or turn == 0)", "True", "tests/trainers/test_health_checks.py -k that_are_compared",
     ),
@@ -1287,11 +1283,6 @@ MUTATIONS = [
         "warm-up trains the policy", "step/critic.py",
         "policy_weight = 0.0 if step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
-    ),
-    Mutation(
-        "the check draws observations as trained", "cli/layout.py",
-        "_text(ids, tokenizer, trained=bool(turns))", "_text(ids, tokenizer, trained=not turns)",
-        "tests/test_cli_check.py -k layout",
     ),
     Mutation(
         "update trains on episodes of its own", "trainers/trainer.py",

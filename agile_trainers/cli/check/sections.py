@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from rich.padding import Padding
 from rich.table import Table
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
@@ -36,7 +35,6 @@ from agile_trainers.cli.check.plays import (
 )
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.tracing import Step
-from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment
 from agile_trainers.envs.checker import check_environment, describe_error
@@ -96,10 +94,6 @@ def check_run(report: Report, run: Run) -> None:
         check_demonstrations(report, run)
     check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
     try_judges(report, run, played)
-    drawn = next((episode for episode in played if episode.turns), None)
-    if drawn is not None:
-        report.section("Tokens of an episode")
-        report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
     report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
 
 
@@ -142,9 +136,6 @@ def check_agent(report: Report, run: Run) -> None:
         scores = {}
     check_scores(report, run, {"model": played}, scores)
     try_judges(report, run, played)
-    report.section("Tokens of an episode")
-    drawn = next(episode for episode in played if episode.turns)
-    report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
     report_memory(report, run, played)
 
 
