@@ -128,7 +128,7 @@ MUTATIONS = [
         "close_tables(self.callback_handler)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
     ),
     Mutation(
-        "a row is longer than its width", "monitor/table_rows.py",
+        "a row is longer than its width", "monitor/progress.py",
         "(len(end) if cell else 0) > width", "0 > width", "tests/trainers/test_progress_table.py -k longer",
     ),
     Mutation(
@@ -2028,7 +2028,7 @@ MUTATIONS = [
         DIAGNOSIS,
     ),
     Mutation(
-        "a run that plays nothing loses its columns", "monitor/table_rows.py",
+        "a run that plays nothing loses its columns", "monitor/progress.py",
         'or "return" not in batch:', "or not batch:", "tests/trainers/test_progress_table.py -k without_episodes",
     ),
     Mutation(

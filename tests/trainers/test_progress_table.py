@@ -23,8 +23,7 @@ from transformers import (
 
 from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, ProgressTable
 from agile_trainers.monitor import health_checks
-from agile_trainers.monitor.progress import showing
-from agile_trainers.monitor.table_rows import row_values, short
+from agile_trainers.monitor.progress import row_values, short, showing
 
 LOGS: list[dict[str, Any]] = [
     {"success": 0.25, "return/mean": -0.5, "reward": -0.5, "loss": 2e-6, "grad_norm": 1234.5, "turns/mean": 2.0},
