@@ -1,4 +1,4 @@
-"""Asks judges: an endpoint that speaks the protocol of OpenAI, or a function; with repetitions and a time limit."""
+"""Asks judges: an endpoint that speaks the protocol of OpenAI, or a function; repeats, limits, and keeps answers on disk."""
 
 from __future__ import annotations
 
