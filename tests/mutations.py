@@ -1271,7 +1271,7 @@ MUTATIONS = [
         '"rows": rollout.rows,', '"rows": None,', "tests/trainers/test_out_of_memory.py -k resumed",
     ),
     Mutation(
-        "an engine's profile run reads the whole context", "rollout/generators/checks.py",
+        "an engine's profile run reads the whole context", "rollout/generators/base.py",
         "else min(PREFILL_TOKENS, max_batch_size * max_model_length)", "else max_batch_size * max_model_length",
         "tests/test_cli_advice.py -k 8b_model",
     ),
@@ -1481,7 +1481,7 @@ MUTATIONS = [
         f"{LINEAGES} -k random_programs",
     ),
     Mutation(
-        "an answer is taken for that of a later request", "rollout/generators/checks.py",
+        "an answer is taken for that of a later request", "rollout/generators/base.py",
         "if last is request:", "if last:",
         "tests/rollout/test_generators.py -k told_apart",
     ),
@@ -1760,7 +1760,7 @@ MUTATIONS = [
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "vLLM's cache gets the bytes of its activations", "rollout/generators/checks.py",
+        "vLLM's cache gets the bytes of its activations", "rollout/generators/base.py",
         "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
     ),
     Mutation(

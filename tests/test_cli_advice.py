@@ -17,7 +17,7 @@ from agile_trainers.cli.check import command as check
 from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, serving, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.generators.checks import tokens_of_a_step
+from agile_trainers.rollout.generators.base import tokens_of_a_step
 from agile_trainers.sampling.vllm_checks import longest_served
 
 CONFIG = Qwen2Config(

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.envs.isolation import process_tree
-from agile_trainers.rollout.generators.checks import tokens_of_a_step
+from agile_trainers.rollout.generators.base import tokens_of_a_step
 from agile_trainers.rollout.generators.images import reader_of, vllm_options
 from agile_trainers.sampling.vllm_checks import base_source, check_batch_invariant, lora_rank, quantization_name
 
