@@ -2089,7 +2089,7 @@ MUTATIONS = [
         "tile += COPIES * 4 * min(positions * vocabulary, LOGITS)", "pass", "tests/test_cli_memory.py -k copies",
     ),
     Mutation(
-        "a flipped sign passes as a reward", "monitor/health_metrics.py",
+        "a flipped sign passes as a reward", "monitor/reporting.py",
         "return products / (squares * ones) ** 0.5", "return abs(products) / (squares * ones) ** 0.5",
         "tests/trainers/test_health_metrics.py",
     ),
@@ -2250,7 +2250,7 @@ MUTATIONS = [
         "if empty is not None and empty >= EMPTY and", "if False and", DIAGNOSIS,
     ),
     Mutation(
-        "hidden secrets are one task", "monitor/health_metrics.py",
+        "hidden secrets are one task", "monitor/reporting.py",
         " and all(len(told) == 1 for told in results.values()))", ")", "tests/trainers/test_health_metrics.py",
     ),
     Mutation(

@@ -22,7 +22,7 @@ from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import BY_NAME, Finding, returns_differ, unpaid
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.evaluation.scripted_policies import play_scripted
-from agile_trainers.monitor.health_metrics import reward_success_correlation
+from agile_trainers.monitor.reporting import reward_success_correlation
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.metrics import episode_metrics, with_success
