@@ -3310,7 +3310,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_server.py -k proxy",
     ),
     Mutation(
-        "a call with NaN is delivered, and ends its stream", "rollout/agents/replies.py",
+        "a call with NaN is delivered, and ends its stream", "rollout/agents/episode.py",
         'strict_json(json.dumps(call.arguments))',
         'json.dumps(call.arguments)',
         "tests/rollout/agents/test_episode.py -k could_send_back",
