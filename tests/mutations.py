@@ -2534,11 +2534,11 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k without_effect",
     ),
     Mutation(
-        "an agent that changes every call's prompt goes unnoticed", "cli/check/agents.py",
+        "an agent that changes every call's prompt goes unnoticed", "cli/check/plays.py",
         "2 * often[0][1] >= len(found)", "2 * often[0][1] < len(found)", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
-        "an agent that is not repeatable goes unnoticed", "cli/check/agents.py",
+        "an agent that is not repeatable goes unnoticed", "cli/check/plays.py",
         "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
-from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     PlannedServer,
@@ -26,11 +25,15 @@ from agile_trainers.cli.check.memory_plan import (
     trace,
 )
 from agile_trainers.cli.check.plays import (
+    call_lines,
+    changes_every_call,
     check_determinism,
     check_rewards,
     demonstration_plays,
+    first_difference,
     model_plays,
     policy_plays,
+    policy_scores,
 )
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.tracing import Step
