@@ -209,9 +209,7 @@ class ProgressTable(ProgressCallback):
         if self._view is not None:
             self._view.step(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._view is not None:
-            self._view.step(state)
+    on_step_end = on_step_begin
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         values, name = row_values(logs or {}, wide=self._wide)
