@@ -36,8 +36,7 @@ from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
-from agile_trainers.rollout.generators.checks import Conversations
+from agile_trainers.rollout.generators.base import Conversations, GenerationOutput, GenerationRequest
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.sampling.sampler import Versions
 from agile_trainers.step.ahead import BatchesAhead

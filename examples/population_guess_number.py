@@ -3,8 +3,8 @@
     python examples/population_guess_number.py --seed 0
 
 The script makes the demo's tiny model, which knows the format of the game. Eight adapters on it draw their learning rates
-over a factor of 100 and train by population-based training: after each round the worst two are replaced by copies of the
-best two, whose hyperparameters are moved. Run again, it goes on where it was left. It prints a table after each round.
+over a factor of 100. After each round a tournament of two fills each place of the next one, and the hyperparameters of
+copies are moved. Run again, it goes on where it was left. It prints a table after each round.
 `<output_dir>/population` holds the lineage and the members, `<output_dir>/winner` the best member's policy.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
         HyperparameterConfig(learning_rate=Range(1e-4, 1e-2, log=True), entropy_coef=Range(0.01, 0.2, log=True)),
         members=options.members,
         rounds=options.rounds,
-        strategy="pbt",
+        strategy="tournament",
         fitness="success",
         seed=options.seed,
         train_dataset=secrets(),

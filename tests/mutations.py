@@ -128,7 +128,7 @@ MUTATIONS = [
         "close_tables(self.callback_handler)", "pass", "tests/trainers/test_progress_table.py -k leaves_no_bar",
     ),
     Mutation(
-        "a row is longer than its width", "monitor/table_rows.py",
+        "a row is longer than its width", "monitor/progress.py",
         "(len(end) if cell else 0) > width", "0 > width", "tests/trainers/test_progress_table.py -k longer",
     ),
     Mutation(
@@ -272,10 +272,6 @@ MUTATIONS = [
         "an observation is measured from the call before", "cli/check/sections.py",
         "0 if parent is None else starts[k] - ends[parent]", "0 if k == 0 else starts[k] - ends[k - 1]",
         "tests/rollout/test_asides.py -k memory",
-    ),
-    Mutation(
-        "a shared beginning is drawn again", "cli/layout.py",
-        "start = sum(node in drawn for node in own)", "start = 0", "tests/test_cli_check.py -k its_own",
     ),
     Mutation(
         "helpers are compared with second turns", "monitor/health_checks.py",
@@ -1275,7 +1271,7 @@ MUTATIONS = [
         '"rows": rollout.rows,', '"rows": None,', "tests/trainers/test_out_of_memory.py -k resumed",
     ),
     Mutation(
-        "an engine's profile run reads the whole context", "rollout/generators/checks.py",
+        "an engine's profile run reads the whole context", "rollout/generators/base.py",
         "else min(PREFILL_TOKENS, max_batch_size * max_model_length)", "else max_batch_size * max_model_length",
         "tests/test_cli_advice.py -k 8b_model",
     ),
@@ -1287,11 +1283,6 @@ MUTATIONS = [
         "warm-up trains the policy", "step/critic.py",
         "policy_weight = 0.0 if step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
-    ),
-    Mutation(
-        "the check draws observations as trained", "cli/layout.py",
-        "_text(ids, tokenizer, trained=bool(turns))", "_text(ids, tokenizer, trained=not turns)",
-        "tests/test_cli_check.py -k layout",
     ),
     Mutation(
         "update trains on episodes of its own", "trainers/trainer.py",
@@ -1490,7 +1481,7 @@ MUTATIONS = [
         f"{LINEAGES} -k random_programs",
     ),
     Mutation(
-        "an answer is taken for that of a later request", "rollout/generators/checks.py",
+        "an answer is taken for that of a later request", "rollout/generators/base.py",
         "if last is request:", "if last:",
         "tests/rollout/test_generators.py -k told_apart",
     ),
@@ -1769,7 +1760,7 @@ MUTATIONS = [
         "            setattr(module, name, parameter)", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
-        "vLLM's cache gets the bytes of its activations", "rollout/generators/checks.py",
+        "vLLM's cache gets the bytes of its activations", "rollout/generators/base.py",
         "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
     ),
     Mutation(
@@ -2037,7 +2028,7 @@ MUTATIONS = [
         DIAGNOSIS,
     ),
     Mutation(
-        "a run that plays nothing loses its columns", "monitor/table_rows.py",
+        "a run that plays nothing loses its columns", "monitor/progress.py",
         'or "return" not in batch:', "or not batch:", "tests/trainers/test_progress_table.py -k without_episodes",
     ),
     Mutation(
@@ -2098,7 +2089,7 @@ MUTATIONS = [
         "tile += COPIES * 4 * min(positions * vocabulary, LOGITS)", "pass", "tests/test_cli_memory.py -k copies",
     ),
     Mutation(
-        "a flipped sign passes as a reward", "monitor/health_metrics.py",
+        "a flipped sign passes as a reward", "monitor/reporting.py",
         "return products / (squares * ones) ** 0.5", "return abs(products) / (squares * ones) ** 0.5",
         "tests/trainers/test_health_metrics.py",
     ),
@@ -2190,10 +2181,6 @@ MUTATIONS = [
         "launch.processes if name in launch.shared else 1", "1", "tests/test_cli_advice.py -k share",
     ),
     Mutation(
-        "advice is of the first change for all", "cli/check/memory_plan.py",
-        "config.to_json_string(), repr(shape)", "config.to_json_string()", "tests/test_cli_advice.py -k differences",
-    ),
-    Mutation(
         "a batch is checked for one process", "cli/check/command.py",
         "if launch.processes > 1:", "if False:", "tests/test_cli_advice.py -k batches",
     ),
@@ -2263,7 +2250,7 @@ MUTATIONS = [
         "if empty is not None and empty >= EMPTY and", "if False and", DIAGNOSIS,
     ),
     Mutation(
-        "hidden secrets are one task", "monitor/health_metrics.py",
+        "hidden secrets are one task", "monitor/reporting.py",
         " and all(len(told) == 1 for told in results.values()))", ")", "tests/trainers/test_health_metrics.py",
     ),
     Mutation(
@@ -2547,11 +2534,11 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k without_effect",
     ),
     Mutation(
-        "an agent that changes every call's prompt goes unnoticed", "cli/check/agents.py",
+        "an agent that changes every call's prompt goes unnoticed", "cli/check/plays.py",
         "2 * often[0][1] >= len(found)", "2 * often[0][1] < len(found)", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
-        "an agent that is not repeatable goes unnoticed", "cli/check/agents.py",
+        "an agent that is not repeatable goes unnoticed", "cli/check/plays.py",
         "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
@@ -3323,7 +3310,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_server.py -k proxy",
     ),
     Mutation(
-        "a call with NaN is delivered, and ends its stream", "rollout/agents/replies.py",
+        "a call with NaN is delivered, and ends its stream", "rollout/agents/episode.py",
         'strict_json(json.dumps(call.arguments))',
         'json.dumps(call.arguments)',
         "tests/rollout/agents/test_episode.py -k could_send_back",

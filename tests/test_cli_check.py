@@ -20,18 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Co
 
 from agile_trainers import Judge
 from agile_trainers.cli.check import command as check
-from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.evaluation.scripted_policies import play_scripted
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
-from agile_trainers.types import Message, StopReason, Trajectory, Turn
+from agile_trainers.types import Message
 
 
 class TwoTurns:
@@ -142,7 +139,6 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     assert "4 episodes, each played again with the same answers (alone," in report
     assert re.search(r"expert +\+2.000 +100.0%", report) and re.search(r"random +[-+]\d", report)
     assert "warning: every episode that the expert played has the same return" in report
-    assert f"{2 * answer} of {whole} tokens are trained on" in report
 
 
 def test_success_that_only_winners_report_is_no_success_of_all() -> None:
@@ -552,72 +548,6 @@ def test_the_command_finds_an_environment_in_the_current_folder(
     assert main(["check", *options]) == 0
     assert "Mine follows it" in capsys.readouterr().out
     assert main(["check", *options, "--max_model_length", "5"]) == 1
-
-
-# ------------------------------------------------------------------------------------------------------------- layout
-
-
-def episode(stop_reason: StopReason = StopReason.TERMINATED) -> Trajectory:
-    turns = [Turn(0, 2, "7", "stop"), Turn(5, 6, "8", "length")]
-    return Trajectory([5, 6, 7], [20, 21, 30, 31, 32, 22], [0.0] * 6, turns, stop_reason)
-
-
-def test_the_layout_brackets_exactly_what_is_trained_on(embedded_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    file = io.StringIO()
-    Console(file=file, width=200).print(draw_layout(episode(), tokenizer))
-    lines = [line.split(maxsplit=3) for line in file.getvalue().splitlines()]
-    assert [line[0] for line in lines[1:-1]] == ["prompt", "answer", "observation", "answer"]
-    trained = [tokenizer.decode([token]) for token in (20, 21, 22)]
-    drawn = file.getvalue()
-    assert all(f"[{piece}]" in drawn for piece in trained) and drawn.count("]") == 3 + 1
-    assert "3 of 9 tokens are trained on" in drawn
-    mask = collate([episode()], pad_token_id=0, end_token_id=0).action_mask
-    assert int(mask.sum()) == 3
-    colours = io.StringIO()
-    Console(file=colours, width=200, force_terminal=True, color_system="standard").print(
-        draw_layout(episode(), tokenizer)
-    )
-    assert re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", colours.getvalue())[0].startswith(f"[{trained[0]}][{trained[1]}]")
-
-
-def test_each_path_is_drawn_from_where_it_is_its_own(embedded_model: Path) -> None:
-    """An answer that is thrown away, one that begins like it, a third that begins the second, and a helper."""
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    calls = [
-        Call([5, 6], [20, 21], [0.0] * 2),
-        Call([5, 6], [20, 22, 23], [0.0] * 3),
-        Call([5, 6], [20, 22], [0.0] * 2),
-        Call([7, 8, 9], [24], [0.0]),
-        Call([5, 6, 20, 22, 23, 30], [25], [0.0]),
-    ]
-    file = io.StringIO()
-    drawn = forest(calls, StopReason.MAX_TURNS, last=[31])
-    Console(file=file, width=200).print(draw_layout(drawn, tokenizer))
-    lines = [re.split(r"  +", line.strip()) for line in file.getvalue().splitlines()[1:]]
-
-    def pieces(*tokens: int) -> str:
-        return "".join(f"[{tokenizer.decode([token])}]" for token in tokens).replace("\n", "\\n").strip()
-
-    assert [line[:2] for line in lines[:-1]] == [
-        ["path 1", "4"], ["prompt", "2"], ["answers 1 and 2 and 3", "1"], ["answer 1", "1"],
-        ["path 2", "8"], ["answers 2 and 3", "1"], ["answer 2", "1"], ["observation", "1"], ["answer 5", "1"],
-        ["observation", "1"], ["path 3", "4"], ["prompt", "3"], ["answer 4", "1"],
-    ]  # fmt: skip
-    assert lines[4][2] == "begins with 3 of path 1's" and len(lines[0]) == len(lines[10]) == 2
-    assert [lines[n][2] for n in (2, 3, 5, 6, 8, 12)] == [pieces(token) for token in (20, 21, 22, 23, 25, 24)]
-    end = "6 of 13 tokens are trained on. 3 of them count again, for another answer with the same beginning."
-    assert end in file.getvalue()
-
-
-def test_nothing_of_a_failed_episode_is_trained_on_and_long_parts_are_cut(embedded_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    file = io.StringIO()
-    Console(file=file, width=200).print(draw_layout(episode(StopReason.ENVIRONMENT_ERROR), tokenizer))
-    assert "0 of 9 tokens are trained on" in file.getvalue()
-    long = Trajectory(list(range(10, 110)), [20], [0.0], [Turn(0, 1, "7", "stop")], StopReason.TERMINATED)
-    Console(file=file, width=200).print(draw_layout(long, tokenizer))
-    assert "... 68 more ..." in file.getvalue() and "1 of 101 tokens" in file.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------------------- seat

@@ -47,7 +47,7 @@ def test_an_agent_with_a_clock_in_its_prompt() -> None:
     )
     assert "warning: an update reads all paths of an episode at once" in said
     assert "warning: the first episode, played again with the same noise, differs: call 1 differs at token" in said
-    assert "Tokens of an episode" in said and "Memory of one process" in said
+    assert "Memory of one process" in said
 
 
 def test_an_agent_that_goes_on() -> None:

@@ -24,7 +24,7 @@ from agile_trainers.cli.evolve.command import MemberProgress
 from agile_trainers.cli.evolve.plan import read_population
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError
-from agile_trainers.populations import PBT, Lineage, LineageEvent, Round, Tournament
+from agile_trainers.populations import Lineage, LineageEvent, Round, Tournament
 
 OPTIONS = {
     "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
@@ -147,8 +147,8 @@ def change(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("hyperparameters.learning_rate.high", 1e-4, "'learning_rate'.*0 < low < high"),
         ("rounds", "two", "`rounds`.*'two'"),
         ("rounds", [1, "2"], "`rounds`"),
-        ("strategy", "genetic", "`strategy` must be one of halving, tournament, pbt.*'genetic'"),
-        ("strategy", {"pbt": {"size": 3}}, "'pbt' knows no 'size'"),
+        ("strategy", "genetic", "`strategy` must be one of halving, tournament.*'genetic'"),
+        ("strategy", {"halving": {"size": 3}}, "'halving' knows no 'size'"),
         ("strategy", {"tournament": {"size": 0}}, "'tournament'.*size"),
         ("fitness", "loss", "`fitness` must be return or success.*'loss'"),
         ("fitness", "chain_files:none", "fitness 'chain_files:none'.*chain_files has no 'none'"),
@@ -249,10 +249,10 @@ def test_the_table_of_a_round() -> None:
 
 def test_a_strategy_by_its_name_has_its_defaults(embedded_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "population.yaml"
-    path.write_text(yaml.safe_dump({**file_of(embedded_model, tmp_path), "strategy": "pbt"}), encoding="utf-8")
+    path.write_text(yaml.safe_dump({**file_of(embedded_model, tmp_path), "strategy": "tournament"}), encoding="utf-8")
     file = read_population(path)
     made = file.plan.make(file.model, file.environment, file.plan.lora)
-    assert made.lineage.settings["strategy"] == vars(PBT())
+    assert made.lineage.settings["strategy"] == vars(Tournament())
 
 
 def without_times(folder: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,58 +21,58 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory, Turn
 
+Finished = tuple[Path, dict[str, DemoScore]]
 TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output = tmp_path_factory.mktemp("demo")
     with (output / "screen.txt").open("w") as screen:
         return output, demo.run(output, seed=0, budget=TINY, console=Console(file=screen, width=100))
 
 
-def test_everything_promised_is_written(finished: tuple[Path, dict]) -> None:
-    output, summary = finished
-    assert json.loads((output / "summary.json").read_text()) == summary
-    assert {"random_success", "sft_success", "rl_success", "optimal_success", "seconds", "adapter_path"} <= set(summary)
+def test_everything_promised_is_written(finished: Finished) -> None:
+    output, scores = finished
+    assert list(scores) == ["random", "sft", "rl", "optimal"]
     screen = (output / "screen.txt").read_text()
     for expected in ("random play", "after SFT", "after RL", "optimal play", "PeftModel.from_pretrained", "2/2"):
         assert expected in screen
-    assert (output / "games.txt").read_text().count("Guess the number between 1 and 12") == 3
+    assert screen.count("environment: Guess the number between 1 and 12") == 3
 
 
-def test_the_adapters_card_compares_with_the_baselines(finished: tuple[Path, dict]) -> None:
-    output, summary = finished
+def test_the_adapters_card_compares_with_the_baselines(finished: Finished) -> None:
+    output, scores = finished
     (card,) = cards_of(output).values()
     table = card.partition("## Evaluation")[2].partition("##")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
     rows = {name: success for name, _, success, _ in cells}
     expected = {"before training": "sft", "random play": "random", "optimal play": "optimal", "2": "rl"}
-    assert len(cells) == 4 and rows == {name: f"{summary[f'{key}_success']:.1%}" for name, key in expected.items()}
+    assert len(cells) == 4 and rows == {name: f"{scores[key].success:.1%}" for name, key in expected.items()}
     assert "mean of the 9 logs" in card and "Dashed lines" in card
     assert (output / "adapter" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_model_that_the_adapter_is_on_has_a_card(finished: tuple[Path, dict]) -> None:
+def test_the_model_that_the_adapter_is_on_has_a_card(finished: Finished) -> None:
     card = (finished[0] / "sft" / "README.md").read_text(encoding="utf-8")
     assert "untrained, trained with SFT on `agile_environments.guess_number:demonstrations`: 2 updates" in card
     assert 'AutoModelForCausalLM.from_pretrained("sft")' in card
 
 
-def test_adapter_loaded_anew_plays_as_reported(finished: tuple[Path, dict], tmp_path: Path) -> None:
-    _, summary = finished
-    base = AutoModelForCausalLM.from_pretrained(summary["base_path"])
-    model = PeftModel.from_pretrained(base, summary["adapter_path"], is_trainable=True)
+def test_adapter_loaded_anew_plays_as_reported(finished: Finished, tmp_path: Path) -> None:
+    output, scores = finished
+    base = AutoModelForCausalLM.from_pretrained(output / "sft")
+    model = PeftModel.from_pretrained(base, output / "adapter", is_trainable=True)
     trainer = demo.make_trainer(model, tmp_path, seed=0, budget=TINY)
     metrics = trainer.evaluate()
-    assert (metrics["eval_success"], metrics["eval_return"]) == (summary["rl_success"], summary["rl_return"])
+    assert (metrics["eval_success"], metrics["eval_return"]) == (scores["rl"].success, scores["rl"].episode_return)
 
 
-def test_scripted_policies_are_measured_by_the_same_engine(finished: tuple[Path, dict], tmp_path: Path) -> None:
+def test_scripted_policies_are_measured_by_the_same_engine(finished: Finished, tmp_path: Path) -> None:
     """Halving never needs more than four guesses; four uniform guesses find one of twelve with 1 - (11/12)^4."""
-    _, summary = finished
-    assert summary["optimal_success"] == summary["optimal_return"] == 1.0
-    trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
+    output, scores = finished
+    assert scores["optimal"].success == scores["optimal"].episode_return == 1.0
+    trainer = demo.make_trainer(str(output / "sft"), tmp_path, seed=0, budget=TINY)
     score = demo.scripted_score("random", random_policy, trainer.processing_class, trainer.args, 1200)
     assert abs(score.success - (1 - (11 / 12) ** 4)) < 4 * (0.21 / 1200) ** 0.5
     assert demo.scripted_score("halving", halving_policy, trainer.processing_class, trainer.args, 12) == DemoScore(
@@ -81,11 +80,11 @@ def test_scripted_policies_are_measured_by_the_same_engine(finished: tuple[Path,
     )
 
 
-def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], tmp_path: Path) -> None:
+def test_supervised_tokens_are_those_of_a_rollout(finished: Finished, tmp_path: Path) -> None:
     """The games SFT trains on, replayed through the rollout engine, give the same ids; the labels are the turns."""
-    output, summary = finished
+    output, _ = finished
     sft = demo.make_sft_trainer(output / "untrained", tmp_path, seed=0, budget=TINY)
-    trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
+    trainer = demo.make_trainer(str(output / "sft"), tmp_path, seed=0, budget=TINY)
     for seed, (row, game) in enumerate(zip(sft.train_dataset, demonstrations(8))):
         answers = iter([message["content"] for message in game["messages"] if message["role"] == "assistant"])
 

@@ -33,8 +33,6 @@ LOADED_WITH_AN_EXTRA = {
     "agile_trainers/sampling/vllm_colocated.py": "vllm",
 }
 """Files that are imported only where the packages of an extra are installed; all others import these in functions."""
-SURROUNDINGS = {"agile_trainers/monitor/progress.py": "ipython"}
-"""Files that are imported only inside a program, and its distribution, which is there then."""
 PRIVATE = {
     "adapters/roles.py": {"_active_adapter": "PEFT's setter changes requires_grad"},
     "adapters/sharding.py": {
@@ -90,7 +88,6 @@ def foreign_imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     inside = {node for function in functions for node in ast.walk(function)}
-    there = SURROUNDINGS.get(path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else "")
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -101,8 +98,7 @@ def foreign_imports(path: Path) -> Iterator[tuple[str, bool]]:
             names = [one.value for one in node.args if isinstance(one, ast.Constant)]
         for module in {name.partition(".")[0] for name in names} - OURS - sys.stdlib_module_names:
             found = {canonicalize_name(name) for name in DISTRIBUTIONS.get(module, [module])}
-            if found != {there}:
-                yield min(found), node in inside
+            yield min(found), node in inside
 
 
 def undeclared(path: Path) -> list[str]:

@@ -37,8 +37,5 @@ class GSPO(GRPO):
 
     _name = "Multi-turn GSPO"
     _tag_names: ClassVar[list[str]] = ["trl", "gspo", "agile-trainers"]
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Group Sequence Policy Optimization",
-        "id": "2507.18071",
-    }
+    _paper: ClassVar[dict[str, str]] = {"title": "Group Sequence Policy Optimization", "id": "2507.18071"}
     config_class = MultiTurnGSPOConfig

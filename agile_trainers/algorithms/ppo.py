@@ -41,8 +41,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         "meet: in `max_grad_norm`, and in optimizers that do not rescale gradients.",
     )
     value_clip_range: float | None = option(
-        None,
-        "Clipping range of a value around the one before the update, as for the ratio. Default: no clipping.",
+        None, "Clipping range of a value around the one before the update, as for the ratio. Default: no clipping."
     )
     critic_learning_rate: float | None = option(
         None,

@@ -60,7 +60,6 @@ _OURS = ("agile_trainers", "trl", "transformers")
 """Packages whose options are known. A field that a user's own configuration adds may hold anything."""
 _WORDS = frozenset((
     "advantage_baseline", "advantage_granularity", "demonstration_loss", "entropy_coef_schedule", "eval_strategy",
-    "hub_extras",
     "hub_strategy", "importance_sampling_level", "kl_placement", "logging_strategy", "loss_type", "lr_scheduler_type",
     "multi_objective_aggregation", "on_rewrite", "optim", "pad_to_multiple_of", "public_values", "report_to",
     "save_strategy", "scale_rewards", "sequence_packing", "skip_zero_advantage", "task_sampling",

@@ -27,7 +27,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from peft import PeftModel
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -207,10 +206,6 @@ class HubPushes:
         return self._trainer.args
 
     @property
-    def _extras(self) -> list[str]:
-        return getattr(self._args, "hub_extras", [])
-
-    @property
     def _name(self) -> str:
         """Name of the repository, as far as it is known before it is made."""
         return self._args.hub_model_id or Path(self._args.output_dir).absolute().name
@@ -248,26 +243,18 @@ class HubPushes:
         """Check what is to be pushed, after the trainer's constructor.
 
         Raises:
-            ValueError: If ``hub_extras`` names a reference that is the frozen base, or DeepSpeed's settings hold a secret
-                that checkpoints would be pushed with.
+            ValueError: If DeepSpeed's settings hold a secret that checkpoints would be pushed with.
         """
         trainer = self._trainer
         if trainer.args.push_to_hub and getattr(trainer, "is_deepspeed_enabled", False):
             check_deepspeed(trainer.accelerator.state.deepspeed_plugin.deepspeed_config, trainer.args.hub_strategy)
-        adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
-        if "reference" in self._extras and REFERENCE not in adapters:
-            raise ValueError(
-                f"hub_extras={self._extras!r}: the reference is the frozen base model, which is not pushed. Set "
-                "reference_adapter=True (LoRA), or leave 'reference' out."
-            )
 
     def save_and_push(
         self, message: str | None, blocking: bool, token: str | None, revision: str | None, **of_card: Any
     ) -> Any:
         """Save the model to ``output_dir`` and push it, with its card.
 
-        Reference and critic only if ``args.hub_extras`` asks for them; the optimizer never (but see ``hub_strategy``),
-        and never episodes.
+        Reference, critic and optimizer only in whole checkpoints (``hub_strategy``), and never episodes.
 
         Args:
             message: Message of the commit.
@@ -374,12 +361,10 @@ class HubPushes:
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
         """Collect the files to push: those of the model in ``folder``, or of the whole checkpoint under another path."""
         output_dir = Path(self._args.output_dir)
-        adapters = {REFERENCE: "reference", CRITIC: "critic"}
         vocabulary = getattr(self._trainer.processing_class, "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
-        patterns += [f"{name}/{file}" for name, extra in adapters.items() for file in ADAPTER_FILES
-                     if path_in_repo is not None or extra in self._extras]  # fmt: skip
         if path_in_repo is not None:
+            patterns += [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in ADAPTER_FILES]
             patterns += [*STATE_FILES, CARD, CURVE]
         chosen = dict.fromkeys(matching(folder, patterns), folder)
         if path_in_repo is None:

@@ -371,12 +371,7 @@ class RunCards:
             self.baselines[BEFORE] = dict(metrics)
 
     def write(
-        self,
-        folder: Path,
-        *,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: Sequence[str] = (),
+        self, folder: Path, *, model_name: str | None = None, dataset_name: str | None = None, tags: Sequence[str] = ()
     ) -> None:
         """Write ``README.md`` and the learning curve into a folder that holds the model.
 

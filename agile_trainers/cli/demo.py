@@ -7,12 +7,10 @@ learns to play it well by multi-turn GRPO with LoRA. All output is under ``--out
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,6 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
-LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
 GROUP = 8
@@ -166,7 +163,7 @@ def model_score(name: str, metrics: Mapping[str, float]) -> DemoScore:
     return DemoScore(name, metrics["eval_success"], metrics["eval_return"])
 
 
-def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, object]:
+def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, DemoScore]:
     """Run the demo.
 
     Args:
@@ -176,7 +173,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         console: Console for the output.
 
     Returns:
-        The content of ``summary.json``.
+        The scores of ``random`` play, of the model after ``sft`` and after ``rl``, and of ``optimal`` play.
     """
     started = time.perf_counter()
     disable_progress_bars()
@@ -214,12 +211,9 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         trainer.cards.baselines[of.name] = measured
     adapter = output / "adapter"
     trainer.save_model(str(adapter))
-    games = some_games(output / "rl" / "rollouts")
-    (output / "games.txt").write_text(games + "\n", encoding="utf-8")
-    seconds = time.perf_counter() - started
-    summary = write_summary(output, scores, seed=seed, seconds=seconds, adapter=adapter, base=base, budget=budget)
-    _show(console, games, results_table(scores, budget.eval_episodes), base, adapter, seconds)
-    return summary
+    games, table = some_games(output / "rl" / "rollouts"), results_table(scores, budget.eval_episodes)
+    _show(console, games, table, base, adapter, time.perf_counter() - started)
+    return scores
 
 
 def results_table(scores: Mapping[str, DemoScore], episodes: int) -> Table:
@@ -249,24 +243,6 @@ def _game(episode: dict[str, Any]) -> str:
     for turn in episode["turns"]:
         lines += [f"      model: {turn['text']}", f"environment: {turn['observation']}"]
     return "\n".join([*lines, f"(the number was {episode['reset_info']['secret']}; return {episode['return']:+.1f})"])
-
-
-def write_summary(
-    output: Path, scores: Mapping[str, DemoScore], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
-) -> dict[str, object]:
-    """Write ``summary.json`` with success and return of every row of the table, and the run's settings."""
-    summary = {
-        **{f"{key}_success": score.success for key, score in scores.items()},
-        **{f"{key}_return": score.episode_return for key, score in scores.items()},
-        "seconds": round(seconds, 1),
-        "adapter_path": str(adapter),
-        "base_path": str(base),
-        "seed": seed,
-        "budget": asdict(budget),
-        "versions": {name: version(name) for name in LIBRARIES},
-    }
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return summary
 
 
 def _show(console: Console, games: str, table: object, base: Path, adapter: Path, seconds: float) -> None:

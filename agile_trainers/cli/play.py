@@ -9,11 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.early import json_object
-from agile_trainers.cli.layout import draw_layout
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
@@ -45,7 +44,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max_model_length", type=int, default=1 << 20, help="tokens of an episode (default: 1 million)"
     )
-    parser.add_argument("--tokens", action="store_true", help="draw the tokens of each episode after it")
     parser.add_argument("--record", metavar="FILE", help="append each episode to a .jsonl file of demonstrations")
     return parser
 
@@ -115,7 +113,7 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         except (EOFError, KeyboardInterrupt):
             console.print("\nYou left the game.")
             return 0
-        _show_end(console, episode, tokenizer if options.tokens else None)
+        _show_end(console, episode)
         if options.record and not episode.stop_reason.failed:
             conversation = [*episode.prompt, *(message for turn in episode.turns for message in turn.said)]
             with Path(options.record).open("a", encoding="utf-8") as file:
@@ -133,7 +131,7 @@ def _show(console: Console, observation: Observation, reward: float | None) -> N
         console.print(Text(f"reward {reward:+g}", style="green" if reward > 0 else "red" if reward < 0 else "dim"))
 
 
-def _show_end(console: Console, episode: Trajectory, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _show_end(console: Console, episode: Trajectory) -> None:
     success = "" if episode.success is None else ", success" if episode.success else ", no success"
     turns, total = len(episode.turns), f"{episode.episode_return:+g}"
     ended = f"Over: {episode.stop_reason.value} after {turns} turns, return {total}{success}."
@@ -141,5 +139,3 @@ def _show_end(console: Console, episode: Trajectory, tokenizer: PreTrainedTokeni
     cut = sum(turn.finish_reason == "length" for turn in episode.turns)
     if cut:
         console.print(f"{cut} of your answers were cut at --max_new_tokens.", style="yellow")
-    if tokenizer is not None:
-        console.print(draw_layout(episode, tokenizer))

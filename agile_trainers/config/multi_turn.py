@@ -137,8 +137,7 @@ class MultiTurnConfig(GRPOConfig):
         "dictionary has one for each of several environments. Default: the environment's own `context`, if it defines that.",
     )
     turn_ratio_pooling: str = option(
-        "mean",
-        "Pooling of the log-ratios of a turn's tokens with `importance_sampling_level=turn`: `mean` or `sum`.",
+        "mean", "Pooling of the log-ratios of a turn's tokens with `importance_sampling_level=turn`: `mean` or `sum`."
     )
     gamma: float = option(1.0, "Discount per turn, in [0, 1]. It does not depend on a turn's length in tokens.")
     whiten_advantages: bool = option(
@@ -235,8 +234,7 @@ class MultiTurnConfig(GRPOConfig):
         "replaced groups and metrics. A zero-advantage group is one in which no turn of any member has a larger one.",
     )
     reference_adapter: bool = option(
-        False,
-        "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy.",
+        False, "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy."
     )
     reference_update_steps: int | None = option(
         None,
@@ -265,8 +263,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     teacher_turn_decay: float = option(1.0, "Factor of the teacher's weight from one turn to the next, in [0, 1].")
     teacher_hint: str | None = option(
-        None,
-        "Entry of the environment's `info`, such as the solution, that the teacher alone reads. Default: none.",
+        None, "Entry of the environment's `info`, such as the solution, that the teacher alone reads. Default: none."
     )
     demonstrations: str | None = option(
         None,
@@ -287,8 +284,7 @@ class MultiTurnConfig(GRPOConfig):
         None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."
     )
     entropy_coef_schedule: str = option(
-        "constant",
-        "Schedule of `entropy_coef` over the run: `constant` or `linear` (to 0).",
+        "constant", "Schedule of `entropy_coef` over the run: `constant` or `linear` (to 0)."
     )
     activation_offload: bool = option(
         False, "Keep activations in the CPU's memory between forward and backward pass. Needs a GPU."
@@ -335,10 +331,6 @@ class MultiTurnConfig(GRPOConfig):
         None,
         "Seconds after which the run finishes its optimizer step, saves and ends with exit code 0; a resumed run has as "
         "many again. The learning rate's schedule still ends at `max_steps`. Default: no limit.",
-    )
-    hub_extras: list[str] = option(
-        [],
-        "Adapters that are pushed to the Hub besides the policy: `reference` and `critic`.",
     )
     public_values: list[str] = option(
         [],

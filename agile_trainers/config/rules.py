@@ -650,28 +650,6 @@ _DEMONSTRATIONS = (
     excludes("task_sampling", ("adaptive",), "demonstrations", why="which make every group informative"),
 )  # fmt: skip
 
-_EXTRAS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "reference": (_has_reference, "there is no reference to push, beta=0.0 uses none"),
-    "critic": (lambda args: args.has_critic, "there is no critic to push, the algorithm has none"),
-}
-"""Part of ``hub_extras`` to whether a run has it, and what to say if not."""
-
-
-def _explain_extras(args: Any, name: str, value: Any) -> str:
-    extra = next(extra for extra in value if extra not in _EXTRAS or not _EXTRAS[extra][0](args))
-    if extra not in _EXTRAS:
-        return f"{name} must be among {', '.join(map(repr, _EXTRAS))}, got {extra!r}."
-    return f"{name}={value!r}: {_EXTRAS[extra][1]}. Leave {extra!r} out."
-
-
-_RECORDS = (
-    Rule(
-        ("hub_extras",),
-        lambda args, value: all(extra in _EXTRAS and _EXTRAS[extra][0](args) for extra in value),
-        _explain_extras,
-    ),
-)
-
 
 def skips_zero_advantage(args: Any) -> bool:
     """Return whether episodes without advantage are left out: as asked for, or where nothing trains them."""
@@ -773,7 +751,7 @@ _AHEAD = (
 )  # fmt: skip
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_RECORDS, *_BATCH, *_TURN_RATIOS,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_BATCH, *_TURN_RATIOS,
     *_AHEAD,
 )  # fmt: skip
 """Rules for a run with an environment."""

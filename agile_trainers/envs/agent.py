@@ -173,11 +173,7 @@ class Agent:
     """
 
     def __init__(
-        self,
-        solve: Solve,
-        *,
-        not_enforced: Collection[str] = (),
-        models: Mapping[str, Endpoint] | None = None,
+        self, solve: Solve, *, not_enforced: Collection[str] = (), models: Mapping[str, Endpoint] | None = None
     ) -> None:
         _check_call(solve)
         if inspect.isgeneratorfunction(solve) or inspect.isasyncgenfunction(solve):

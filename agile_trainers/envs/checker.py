@@ -481,12 +481,7 @@ def _check_call(environment: Any, method: str, call: str, hint: str, *given: Any
 
 
 async def _play(
-    environment: Environment,
-    seed: int,
-    max_turns: int,
-    actions: Actions,
-    options: dict[str, Any] | None,
-    watch: _Watch,
+    environment: Environment, seed: int, max_turns: int, actions: Actions, options: dict[str, Any] | None, watch: _Watch
 ) -> tuple[Observation, list[StepResult]]:
     """Play one episode; return its first observation and its steps."""
     watch.begin(f"reset(seed={seed})")

@@ -22,7 +22,7 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory, Observatio
 from agile_trainers.envs.checker import validate_context, validate_reset, validate_result, validate_step
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
-from agile_trainers.rollout.agents.replies import as_message, cut_at_stop, tool_calls
+from agile_trainers.rollout.agents.episode import as_message, cut_at_stop, tool_calls
 from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, Ticket
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.rollout.engine import RolloutEngine

@@ -10,8 +10,14 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from agile_trainers.checkpoints.disclosure import masked
-from agile_trainers.monitor.health_metrics import health_metrics, outcomes_of, seeds_alike, task_of
-from agile_trainers.monitor.reporting import environment_summaries, training_summary
+from agile_trainers.monitor.reporting import (
+    environment_summaries,
+    health_metrics,
+    outcomes_of,
+    seeds_alike,
+    task_of,
+    training_summary,
+)
 from agile_trainers.monitor.rollout_log import shown_messages
 from agile_trainers.objectives.advantages import pool_over_turns
 from agile_trainers.rollout.metrics import (

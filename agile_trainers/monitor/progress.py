@@ -1,36 +1,163 @@
-"""Shows the progress of any ``transformers.Trainer`` as a compact table: in a terminal, a file of lines or a notebook."""
+"""Shows the progress of any ``transformers.Trainer`` as a compact table, in a terminal or as plain lines."""
 
 from __future__ import annotations
 
-import base64
-import importlib.util
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
-from typing import Any, Protocol
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
-from transformers.utils import is_in_notebook
 
-from agile_trainers.checkpoints.model_card import draw_curve, panels
-from agile_trainers.monitor.table_rows import (
-    Row,
-    clock,
-    columns_of,
-    header_line,
-    row_line,
-    row_values,
-    short,
-    step_text,
-    with_batch,
-)
+from agile_trainers.checkpoints.model_card import measure
+
+_EPISODES = {
+    "success": ("success",),
+    "return": ("return/mean", "return"),
+    "reward": ("reward",),
+    "turns": ("turns/mean",),
+    "length": ("completions/mean_length",),
+    "entropy": ("entropy",),
+    "change": ("policy_change",),
+}
+"""Columns of a run that plays episodes: title to names in the logs, the most important first."""
+_BATCH = ("success", "return", "reward", "turns", "length")
+"""Columns that are about the episodes, the same for every update of their batch."""
+_COLUMNS = _EPISODES | {
+    "zero adv.": ("zero_advantage_groups",),
+    "KL": ("kl",),
+    "accuracy": ("mean_token_accuracy", "rewards/accuracies"),
+    "margin": ("rewards/margins",),
+    "loss": ("loss",),
+    "grad norm": ("grad_norm",),
+    "trainer busy": ("busy/trainer",),
+    "sampler busy": ("busy/sampler",),
+    "envs busy": ("busy/environments",),
+}
+"""Columns of a wide table, and of a run without episodes."""
+
+_NAME = 20
+"""Most characters of an evaluation's name that a line shows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    step: int
+    steps: int
+    """Steps of the run; 0 for an evaluation before any."""
+    seconds: float
+    """Time from the begin of the run."""
+    values: Mapping[str, float]
+    """By title of the column."""
+    name: str = ""
+    """Prefix of the metrics of an evaluation; empty for training."""
+
+
+def row_values(logs: Mapping[str, Any], *, wide: bool = False) -> tuple[dict[str, float], str]:
+    """Return the values of a log by title of their column, and the prefix of an evaluation.
+
+    Args:
+        logs: What a trainer logs. Of the summary at the end nothing is shown.
+        wide: With all columns. Otherwise an episode's log has those of ``_EPISODES``.
+    """
+    if "train_runtime" in logs:  # the summary at the end
+        return {}, ""
+    name = next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), "")
+    if name:
+        logs = {key.removeprefix(f"{name}_"): value for key, value in logs.items() if key.startswith(f"{name}_")}
+    found: dict[str, float] = {}
+    for title, keys in _COLUMNS.items():
+        values = [logs[key] for key in keys if key in logs]
+        if values and isinstance(values[0], int | float):
+            found[title] = float(values[0])
+    if "return" in found:
+        if measure([logs]) == "return":
+            found.pop("reward", None)  # no reward function adds to the environment's
+        if not wide:
+            found = {title: value for title, value in found.items() if title in _EPISODES}
+    return found, name
+
+
+def with_batch(values: dict[str, float], batch: Mapping[str, float], *, wide: bool) -> dict[str, float]:
+    """Complete the values of an update that played nothing by those of its generation batch.
+
+    Args:
+        values: By title.
+        batch: The values of the update before; without a return where the run plays nothing.
+        wide: With all columns.
+    """
+    if "return" in values or "return" not in batch:
+        return values
+    kept = values if wide else {title: value for title, value in values.items() if title in _EPISODES}
+    return {title: batch[title] for title in _BATCH if title in batch} | kept
+
+
+def columns_of(rows: Sequence[Row], known: Sequence[str] = ()) -> list[str]:
+    """Return the titles of the columns of some rows and those that were known before, in their order."""
+    titles = {*known}.union(*(row.values for row in rows))
+    return [title for title in _COLUMNS if title in titles]
+
+
+def header_line(columns: Sequence[str], steps: int, width: int | None) -> str:
+    """Return the header as a line of text; see :func:`row_line`."""
+    return _line("step", "time", columns, columns, steps, width)
+
+
+def row_line(row: Row, columns: Sequence[str], width: int | None) -> str:
+    """Return a row as a line of text. The name of an evaluation follows its last value.
+
+    Args:
+        row: The row.
+        columns: Titles of the columns.
+        width: Characters of a line; columns that do not fit are left out, the last ones first. None: any number.
+    """
+    cells = [short(row.values[title]) if title in row.values else "" for title in columns]
+    return _line(step_text(row), clock(row.seconds), cells, columns, row.steps, width, row.name)
+
+
+def step_text(row: Row) -> str:
+    """Return the step of a row, with the number of steps where it is known."""
+    return f"{row.step}/{row.steps}" if row.steps else str(row.step)
+
+
+def _line(
+    step: str, seconds: str, cells: Sequence[str], titles: Sequence[str], steps: int, width: int | None, name: str = ""
+) -> str:
+    end = f"  {name if len(name) <= _NAME else f'{name[: _NAME - 3]}...'}" if name else ""
+    line = shown = f"{step:>{max(4, 2 * len(str(steps)) + 1)}}  {seconds:>7}"
+    for cell, title in zip(cells, titles, strict=True):
+        line += f"  {cell:>{max(len(title), 7)}}"
+        if width is not None and len(line) + (len(end) if cell else 0) > width:
+            break
+        shown = line if cell else shown
+    return (shown + end)[:width]
+
+
+def short(value: float) -> str:
+    """Return a number with three decimals if it has room in 7 characters, else in fewer digits."""
+    formats = (
+        (".3f", ".1f", ".0f", ".0e") if not isfinite(value) or value == 0 or abs(value) >= 5e-4 else (".1e", ".0e")
+    )
+    texts = [f"{value:{form}}" for form in formats]
+    return next((text for text in texts if len(text) <= 7), texts[-1])
+
+
+def clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
 
 PROGRESS = ("table", "wide", "dicts")
 """Values of ``--progress``: our table, the same with all columns, or the output of transformers."""
@@ -40,38 +167,19 @@ _HEADER_EVERY = 30
 """Number of rows after which the header is repeated."""
 
 
-class View(Protocol):
-    """Shows the rows of a run."""
-
-    def begin(self, state: Any) -> None:
-        """Show that a run begins, with the ``TrainerState`` of a trainer."""
-
-    def step(self, state: Any) -> None:
-        """Show that an optimizer step begins or is done."""
-
-    def pause(self) -> None:
-        """Make room for what others print, until the next step begins."""
-
-    def add(self, row: Row, state: Any) -> None:
-        """Show a row."""
-
-    def end(self) -> None:
-        """Leave what was shown as it is to stay. Called again, it does nothing."""
-
-
 class ProgressTable(ProgressCallback):
     """Shows one row per log: success, return, turns, length, entropy and change of the policy.
 
     A trainer with an environment has one in place of transformers' bar, unless ``disable_tqdm=True``. In a terminal there is
-    a bar below the rows. In a notebook the table is updated in place, with the learning curve below it. Anywhere else rows
-    are plain lines. Only the main process prints; with a ``log_level`` above warnings none does.
+    a bar below the rows. Anywhere else rows are plain lines. Only the main process prints; with a ``log_level`` above
+    warnings none does.
     ``trainer.remove_callback(ProgressCallback)`` removes it as it removes that of transformers.
 
     Args:
         wide: Show TRL's columns too: KL, loss, norm of the gradient, and so on.
         rows: Number of rows, of logs at equal distances. Default: one for each log.
         title: Text beside the bar.
-        console: Where to print, as text. Default: standard output, or the cell of a notebook.
+        console: Where to print. Default: standard output.
     """
 
     def __init__(
@@ -79,7 +187,7 @@ class ProgressTable(ProgressCallback):
     ) -> None:
         super().__init__()
         self._wide, self._most, self._title, self._console = wide, rows, title, console
-        self._view: View | None = None
+        self._view: _Lines | None = None
         self._started, self._last = time.monotonic(), 0
         self._measured: dict[str, float] = {}
         self._batch: dict[str, float] = {}
@@ -101,9 +209,7 @@ class ProgressTable(ProgressCallback):
         if self._view is not None:
             self._view.step(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._view is not None:
-            self._view.step(state)
+    on_step_end = on_step_begin
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         values, name = row_values(logs or {}, wide=self._wide)
@@ -115,7 +221,7 @@ class ProgressTable(ProgressCallback):
             view = self._open(args, state)
         if view is not None and values and self._is_due(state, values, outside):
             seconds = (logs or {})[f"{name}_runtime"] if outside else time.monotonic() - self._started
-            view.add(Row(state.global_step, state.max_steps, seconds, values, name), state)
+            view.add(Row(state.global_step, state.max_steps, seconds, values, name))
         if view is not None and outside:
             view.end()
         elif view is not None and getattr(args, "log_completions", False):
@@ -133,12 +239,13 @@ class ProgressTable(ProgressCallback):
     def on_predict(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show nothing."""
 
-    def _open(self, args: Any, state: Any) -> View | None:
+    def _open(self, args: Any, state: Any) -> _Lines | None:
         if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
             return None
-        if self._console is None and is_in_notebook() and importlib.util.find_spec("IPython"):
-            return LiveTable(self._title)
-        return _Lines(self._console or Console(), self._title, wide=self._wide, bar=not args.disable_tqdm)
+        # In a notebook, rich would make a page of each line.
+        return _Lines(
+            self._console or Console(force_jupyter=False), self._title, wide=self._wide, bar=not args.disable_tqdm
+        )
 
     def _is_due(self, state: Any, values: dict[str, float], outside: bool) -> bool:
         """Return whether the row is one of those that are shown, and add what is measured seldom and was not shown."""
@@ -163,6 +270,7 @@ class _Lines:
         self._has_bar = bar and console.is_terminal
 
     def begin(self, state: Any) -> None:
+        """Show that a run begins, with the ``TrainerState`` of a trainer."""
         if self._has_bar:
             self._bar = Progress(*BAR, TimeRemainingColumn(), console=self._console, transient=True)
             self._bar.add_task(self._title, total=state.max_steps, completed=state.global_step)
@@ -170,15 +278,18 @@ class _Lines:
             self._stop = weakref.finalize(self, self._bar.stop)  # a bar that is left hides the cursor
 
     def step(self, state: Any) -> None:
+        """Show that an optimizer step begins or is done."""
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._bar.task_ids[0], total=state.max_steps, completed=state.global_step)
 
     def pause(self) -> None:
+        """Make room for what others print, until the next step begins."""
         if self._bar is not None:
             self._bar.stop()
 
-    def add(self, row: Row, state: Any) -> None:
+    def add(self, row: Row) -> None:
+        """Show a row."""
         if not self._columns or not set(row.values) <= set(self._columns) or self._rows % _HEADER_EVERY == 0:
             self._columns = columns_of([row], self._columns)
             self._print(header_line(self._columns, row.steps, self._width))
@@ -186,6 +297,7 @@ class _Lines:
         self._print(row_line(row, self._columns, self._width))
 
     def end(self) -> None:
+        """Leave what was shown as it is to stay. Called again, it does nothing."""
         if self._bar is not None:
             self._stop()
         self._bar = None
@@ -255,136 +367,3 @@ def close_tables(callbacks: CallbackHandler) -> None:
     for callback in callbacks.callbacks:
         if isinstance(callback, ProgressTable):
             callback.close()
-
-
-# -------------------------------------------------------------------------------------------------------- in a notebook
-
-
-ROWS = 20
-"""Largest number of rows that are shown, at equal distances over the run."""
-_SHARE = 1 / 20
-"""Largest share of a run's time that the display takes."""
-_SECONDS = 0.5
-"""Shortest time from one update of the display to the next."""
-
-
-class LiveTable:
-    """A table in the output of a notebook's cell.
-
-    Args:
-        title: Text above the table.
-    """
-
-    def __init__(self, title: str) -> None:
-        self._title, self._rows = title, list[Row]()
-        self._handle: Any = None
-        self._started, self._next = time.monotonic(), 0.0
-        self._state: Any = None
-        self._is_run = False
-
-    def begin(self, state: Any) -> None:
-        """Show that a run begins."""
-        self._is_run = True
-        self._show(state)
-
-    def step(self, state: Any) -> None:
-        """Show that an optimizer step is done, unless the display was updated a moment ago."""
-        self._show(state)
-
-    def pause(self) -> None:
-        """Keep the table, since others print beside it."""
-
-    def add(self, row: Row, state: Any) -> None:
-        """Show a row, now or with the next update of the display."""
-        self._rows.append(row)
-        self._show(state)
-
-    def end(self) -> None:
-        """Show everything that was not shown yet."""
-        if self._state is not None:
-            self._next = 0.0
-            self._show(self._state, over=True)
-        self._state = None
-
-    def _show(self, state: Any, *, over: bool = False) -> None:
-        from IPython.display import display
-
-        self._state = state
-        begun = time.monotonic()
-        if begun < self._next:
-            return
-        heading = run_heading(self._title, state.global_step, state.max_steps, begun - self._started, over=over)
-        # A curve of one evaluation is a point.
-        shown = panels(state.log_history) if self._is_run else []
-        picture = draw_curve(shown) if any(len(panel.training) > 1 for panel in shown) else None
-        content = {
-            "text/html": page(heading if self._is_run else "", self._rows, picture),
-            "text/plain": plain_table(self._rows) or self._title,
-        }
-        if self._handle is None:
-            self._handle = display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
-        now = time.monotonic()
-        self._next = now + max(_SECONDS, (now - begun) / _SHARE)
-
-
-def run_heading(title: str, step: int, steps: int, seconds: float, *, over: bool) -> str:
-    """Return the line above the table as HTML: a bar, the steps done, and the time since the run began.
-
-    Args:
-        title: Its first words.
-        step: Optimizer steps done.
-        steps: Optimizer steps of the run.
-        seconds: Time since the run began.
-        over: Without the bar, since the run is over or was interrupted.
-    """
-    bar = f'<progress value="{step}" max="{steps}" style="vertical-align:middle"></progress> '
-    return f"{escape(title)}: {'' if over else bar}{step} of {steps} steps, {clock(seconds)}"
-
-
-def shown_rows(rows: Sequence[Row], most: int = ROWS) -> list[Row]:
-    """Return at most ``most`` rows at equal distances, the first and the last among them."""
-    if len(rows) <= most:
-        return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
-
-
-def table_html(rows: Sequence[Row]) -> str:
-    """Return the table of some rows as HTML; empty without rows."""
-    if not rows:
-        return ""
-    columns, shown = columns_of(rows), shown_rows(rows)
-    cell = "padding:1px 10px;text-align:right"
-    named = any(row.name for row in shown)
-
-    def line(kind: str, texts: Sequence[str]) -> str:
-        cells = [f'<{kind} style="{cell}">{escape(text)}</{kind}>' for text in texts]
-        return f"<tr>{''.join(cells)}</tr>"
-
-    lines = [line("th", ["step", "time", *columns, *([""] if named else [])])]
-    for row in shown:
-        values = [short(row.values[title]) if title in row.values else "" for title in columns]
-        lines.append(line("td", [step_text(row), clock(row.seconds), *values, *([row.name] if named else [])]))
-    table = f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{"".join(lines)}</table>'
-    if len(shown) < len(rows):
-        table += f"<div>{len(shown)} of {len(rows)} rows; trainer.state.log_history has all of them</div>"
-    return table
-
-
-def plain_table(rows: Sequence[Row]) -> str:
-    """Return the same table as lines of text, for a program that shows no HTML."""
-    columns = columns_of(rows)
-    lines = [row_line(row, columns, 80) for row in shown_rows(rows)]
-    return "\n".join([header_line(columns, rows[-1].steps, 80), *lines]) if rows else ""
-
-
-def page(heading: str, rows: Sequence[Row], picture: bytes | None) -> str:
-    """Return what a cell shows as HTML: heading, table, and the learning curve as a PNG inside the page."""
-    parts = [f"<div>{heading}</div>" if heading else "", table_html(rows)]
-    if picture is not None:
-        data = base64.b64encode(picture).decode("ascii")
-        parts.append(
-            f'<img alt="learning curve" style="width:720px;max-width:100%" src="data:image/png;base64,{data}">'
-        )
-    return f"<div>{''.join(parts)}</div>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
 from math import isnan
 from statistics import fmean, stdev
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.trainer_utils import speed_metrics
 
 from agile_trainers.evaluation.results import EpisodeResults, Range, counted_mean, evaluation_metrics
 from agile_trainers.rollout.metrics import summarize
-from agile_trainers.types import StopReason
+from agile_trainers.types import StopReason, Trajectory
 
 
 def training_summary(
@@ -37,13 +38,7 @@ def training_summary(
     """
     tokens = sum(row["action_tokens"] for row in [*rows, *discarded])
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
-    return {
-        **summarize(rows, known),
-        **length_summary(rows),
-        **_cut_returns(rows),
-        **_between_turns(rows),
-        **speed,
-    }
+    return {**summarize(rows, known), **length_summary(rows), **_cut_returns(rows), **_between_turns(rows), **speed}
 
 
 def _between_turns(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -159,3 +154,156 @@ def _by_environment(
             mean, _ = counted_mean([reward for _, reward in own], [row for row, _ in own], ranges)
         found[name] = [row for row, _ in own], {"reward": mean} if known else {}
     return found
+
+
+def reward_success_correlation(
+    rewards: Sequence[float], successes: Sequence[bool | None], group_size: int
+) -> float | None:
+    """Compute the correlation of reward and success among episodes that are compared with each other.
+
+    Reward and success are taken as differences from their means over the group. Groups whose episodes all succeeded, or all
+    failed, say nothing and are left out.
+
+    Args:
+        rewards: Of each episode, members of a group side by side; NaN leaves the episode out.
+        successes: Of each episode; None leaves it out.
+        group_size: Members of a group.
+
+    Returns:
+        Pearson's coefficient, -1 to 1; None without a group in which both differ.
+    """
+    products = squares = ones = 0.0
+    for first in range(0, len(rewards), group_size):
+        pairs = [
+            (reward, float(success))
+            for reward, success in zip(rewards[first : first + group_size], successes[first : first + group_size])
+            if success is not None and not isnan(reward)
+        ]
+        if len({success for _, success in pairs}) < 2:
+            continue
+        mean, share = (fmean(column) for column in zip(*pairs))
+        products += sum((reward - mean) * (success - share) for reward, success in pairs)
+        squares += sum((reward - mean) ** 2 for reward, _ in pairs)
+        ones += sum((success - share) ** 2 for _, success in pairs)
+    return products / (squares * ones) ** 0.5 if squares > 1e-12 else None
+
+
+def success_sem(successes: Sequence[bool | None], members: int) -> float | None:
+    """Compute the standard error of a batch's success from the spread of its groups, whose tasks may differ in difficulty.
+
+    Args:
+        successes: Of each episode, members of a group side by side; None leaves it out.
+        members: Episodes of a group.
+
+    Returns:
+        None with fewer than two groups.
+    """
+    groups = [successes[first : first + members] for first in range(0, len(successes), members)]
+    means = [fmean(known) for group in groups if (known := [success for success in group if success is not None])]
+    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+
+
+def groups_without_success(successes: Sequence[bool | None], members: int) -> float | None:
+    """Compute the share of groups in which no member succeeded: of starts that the policy no longer, or not yet, solves.
+
+    Where rewards are equal too, these groups have no gradient. A run that stands still below its best success has a constant
+    share of them, and nearly no others that fail.
+
+    Args:
+        successes: Of each episode, members of a group side by side; None leaves it out.
+        members: Episodes of a group.
+
+    Returns:
+        None without groups, or where no success is known.
+    """
+    groups = [successes[first : first + members] for first in range(0, len(successes), members)]
+    known = [group for group in groups if any(success is not None for success in group)]
+    return fmean(not any(group) for group in known) if known and members > 1 else None
+
+
+def task_of(trajectory: Trajectory) -> str | None:
+    """Return a hash of what an episode was started as: environment, dataset row, ``info`` of reset and first prompt.
+
+    None without a dataset row (seeds are the tasks then), or if the environment failed at reset.
+    """
+    if not trajectory.options or not trajectory.prompt:
+        return None
+    start = (trajectory.environment_name, trajectory.options, trajectory.reset_info, trajectory.prompt)
+    return blake2b(repr(start).encode(), digest_size=16).hexdigest()
+
+
+def outcomes_of(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """Return hashes of what was said up to each answer, and of what the environment made of it; those of the prompt first.
+
+    Empty with a dataset row, for an agent, or if the environment failed.
+    """
+    if trajectory.options or not trajectory.prompt or not trajectory.linear or trajectory.stop_reason.failed:
+        return []
+    said = blake2b(repr((trajectory.environment_name, trajectory.prompt)).encode(), digest_size=16)
+    found = [(said.hexdigest(), "")]
+    for turn in trajectory.turns:
+        said.update(repr(turn.text).encode())
+        told = repr((turn.reward, turn.observation)).encode()
+        found.append((said.hexdigest(), blake2b(told, digest_size=8).hexdigest()))
+    return found
+
+
+def seeds_alike(episodes: Sequence[Sequence[tuple[str, str]]], members: int) -> float | None:
+    """Compare episodes of different seeds: whether the same answers always had the same results.
+
+    A secret that the prompt does not show would give equal answers different results.
+
+    Args:
+        episodes: The :func:`outcomes_of` each episode, members of a group side by side.
+        members: Episodes of the same seed.
+
+    Returns:
+        1.0 if all begin with one prompt, no answer had two results, and most first answers were given in several groups;
+        None without two groups.
+    """
+    results: dict[str, set[str]] = {}
+    firsts: dict[str, set[int]] = {}
+    for index, episode in enumerate(episodes):
+        for key, told in episode:
+            results.setdefault(key, set()).add(told)
+        if len(episode) > 1:
+            firsts.setdefault(episode[1][0], set()).add(index // members)
+    if len({group for groups in firsts.values() for group in groups}) < 2:
+        return None
+    shared = [len(firsts[episode[1][0]]) > 1 for episode in episodes if len(episode) > 1]
+    one_prompt = len({episode[0][0] for episode in episodes if episode}) == 1
+    return float(one_prompt and 2 * sum(shared) >= len(shared) and all(len(told) == 1 for told in results.values()))
+
+
+def health_metrics(
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float], tasks: Sequence[str | None], group_size: int, members: int
+) -> dict[str, float]:
+    """Compute the metrics of a generation batch, of all processes.
+
+    Args:
+        rows: The :func:`~agile_trainers.rollout.metrics.episode_metrics` of each episode, members of a group side by side.
+        rewards: Of each episode, NaN without one.
+        tasks: The :func:`task_of` each episode.
+        group_size: Episodes that are compared with each other.
+        members: Episodes of the same task that are played side by side.
+
+    Returns:
+        ``success_sem``, where success is known of two groups; ``groups_without_success``; ``reward_success_correlation``,
+        where a group has successes and failures of different reward; ``distinct_tasks``, with data set rows in more than one
+        group.
+    """
+    metrics: dict[str, float] = {}
+    sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
+    correlation = reward_success_correlation(rewards, sound, group_size)
+    if correlation is not None:
+        metrics["reward_success_correlation"] = correlation
+    error = success_sem(sound, members)
+    if error is not None:
+        metrics["success_sem"] = error
+    unsolved = groups_without_success(sound, members)
+    if unsolved is not None:
+        metrics["groups_without_success"] = unsolved
+    known = [task for task in tasks if task is not None]
+    if known and len(rows) > group_size:
+        metrics["distinct_tasks"] = float(len(set(known)))
+    return metrics

@@ -99,12 +99,7 @@ class RolloutLog(TrainerCallback):
     # ------------------------------------------------------------------------------------------------------ training
 
     def begin(
-        self,
-        generation: int,
-        step: int,
-        played: PlayedGroups,
-        advantages: torch.Tensor,
-        values: torch.Tensor | None,
+        self, generation: int, step: int, played: PlayedGroups, advantages: torch.Tensor, values: torch.Tensor | None
     ) -> None:
         """Take the episodes of a generation batch.
 

@@ -142,12 +142,7 @@ class PackedForward:
     """
 
     def __init__(
-        self,
-        base: PreTrainedModel,
-        kept_head: KeptHead = _UNSCALED,
-        *,
-        selects: bool = True,
-        multiple: int = 1,
+        self, base: PreTrainedModel, kept_head: KeptHead = _UNSCALED, *, selects: bool = True, multiple: int = 1
     ) -> None:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
         self._head = kept_head

@@ -4,10 +4,9 @@ from agile_trainers.populations.hyperparameters import HyperparameterConfig, Ran
 from agile_trainers.populations.lineage import Lineage, LineageEvent, Round
 from agile_trainers.populations.members import Processes, split_processes
 from agile_trainers.populations.population import Population, PopulationError
-from agile_trainers.populations.selection import PBT, Halving, Score, Selection, Strategy, Successor, Tournament
+from agile_trainers.populations.selection import Halving, Score, Selection, Strategy, Successor, Tournament
 
 __all__ = [
-    "PBT",
     "Halving",
     "HyperparameterConfig",
     "Lineage",

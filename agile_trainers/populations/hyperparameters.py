@@ -135,19 +135,6 @@ class SearchSpace:
         name = list(self.ranges)[int(rng.integers(len(self.ranges)))]
         return {**values, name: self._moved(name, values[name], rng)}
 
-    def explore(self, values: Values, rng: np.random.Generator, resample: float) -> Values:
-        """Move each option up or down, or draw it anew with probability ``resample``.
-
-        Source: Jaderberg et al. (2017), "Population Based Training of Neural Networks".
-        """
-        explored = {}
-        for name, one in self.ranges.items():
-            anew = float(rng.random()) < resample
-            explored[name] = (
-                one.at(float(rng.random()), whole=name in self.whole) if anew else self._moved(name, values[name], rng)
-            )
-        return explored
-
     def _moved(self, name: str, value: float, rng: np.random.Generator) -> float:
         one = self.ranges[name]
         return one.move(value, one.grow if rng.random() < 0.5 else one.shrink, whole=name in self.whole)

@@ -141,8 +141,8 @@ class Population:
         members: Number of members.
         rounds: Number of rounds of equal length in ``max_steps``, or the steps at which rounds end (of a member with the
             ``num_iterations`` of ``args``).
-        strategy: ``"halving"`` (default up to 16 members), ``"tournament"``, ``"pbt"`` (default above), or an object such
-            as ``Tournament(size=3)``.
+        strategy: ``"halving"`` (default up to 16 members), ``"tournament"`` (default above), or an object such as
+            ``Tournament(size=3)``.
         fitness: ``"return"``, ``"success"``, or a function of an evaluation episode.
         max_episodes: Training episodes of all members together, after which the search ends. Default: no limit.
         max_hours: Hours of training and evaluation, summed over members, after which no round begins. Default: no limit.

@@ -195,59 +195,7 @@ class Tournament:
         )
 
 
-@dataclass(frozen=True)
-class PBT:
-    """Population-based training: the worst members are replaced by copies of the best with other hyperparameters.
-
-    A member that ties with the one it would copy goes on as it is. A failed member is always replaced.
-
-    Args:
-        share: Share of the members at either end; at least one member.
-        resample: Probability that a copy's hyperparameter is drawn anew, instead of moved by its range's factor.
-
-    Raises:
-        ValueError: If a number is out of range.
-
-    Source: Jaderberg et al. (2017), "Population Based Training of Neural Networks".
-    """
-
-    share: float = 0.25
-    resample: float = 0.25
-    name: str = "pbt"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 0.5 or not 0 <= self.resample <= 1:
-            raise ValueError(
-                f"PBT needs share in (0, .5] and resample in [0, 1], got share={self.share}, resample={self.resample}."
-            )
-
-    def select(self, scores: Sequence[Score], started: int, space: SearchSpace, rng: np.random.Generator) -> Selection:
-        """See :class:`Strategy`."""
-        order = ranked(scores)
-        count = max(1, int(self.share * started))
-        best = order[:count]
-        replaced = max(0, count - (started - len(order)))  # failed members are the worst
-        worst = order[max(count, len(order) - replaced) :]
-        successors, reasons, copied = [], {}, []
-        for one in scores:
-            source = best[int(rng.integers(len(best)))]
-            if one in worst and not source.minus(one).tied:
-                reasons[one.member] = _against(one, source)
-                copied.append((source, f"replaces {one.member}: {reasons[one.member]}"))
-            else:
-                reason = _against(one, source) if one in worst else ""
-                successors.append(Successor(one.member, one.hyperparameters, reason))
-        for _ in range(started - len(scores)):
-            copied.append((best[int(rng.integers(len(best)))], "replaces a failed member"))
-        for source, reason in copied:
-            explored = space.explore(source.hyperparameters, rng, self.resample)
-            successors.append(_distinct(Successor(source.member, explored, reason), successors, space, rng))
-        return Selection(successors, reasons)
-
-
-STRATEGIES: dict[str, type[Halving] | type[Tournament] | type[PBT]] = {
-    "halving": Halving, "tournament": Tournament, "pbt": PBT,
-}  # fmt: skip
+STRATEGIES: dict[str, type[Halving] | type[Tournament]] = {"halving": Halving, "tournament": Tournament}
 LARGEST_HALVING = 16
 """Number of members up to which the default is successive halving."""
 
@@ -263,7 +211,7 @@ def strategy_of(name: str | Strategy | None, members: int) -> Strategy:
         ValueError: If there is none of this name.
     """
     if name is None:
-        return Halving() if members <= LARGEST_HALVING else PBT()
+        return Halving() if members <= LARGEST_HALVING else Tournament()
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:

@@ -64,10 +64,7 @@ class RolloutEngine:
         """Trajectories of the last rollout."""
 
     def run(
-        self,
-        specs: Sequence[EpisodeSpec],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None = None,
+        self, specs: Sequence[EpisodeSpec], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
     ) -> list[Trajectory]:
         """Play one episode per spec.
 

@@ -105,10 +105,7 @@ class ReplayingGenerator:
     """
 
     def __init__(
-        self,
-        generator: Generator,
-        recorded: dict[int, RecordedEpisode],
-        on_end: Callable[[int, RecordedEpisode], None],
+        self, generator: Generator, recorded: dict[int, RecordedEpisode], on_end: Callable[[int, RecordedEpisode], None]
     ) -> None:
         self._generator, self._recorded, self._on_end = generator, recorded, on_end
         self._staged: list[tuple[GenerationRequest, RecordedAnswer]] = []

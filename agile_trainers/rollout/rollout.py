@@ -9,13 +9,7 @@ from weakref import ref
 
 from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.rollout.replay import (
-    DemonstratingGenerator,
-    Ended,
-    RecordedEpisode,
-    ReplayingGenerator,
-    warn_of,
-)
+from agile_trainers.rollout.replay import DemonstratingGenerator, Ended, RecordedEpisode, ReplayingGenerator, warn_of
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer, Limits
 from agile_trainers.types import Trajectory
 
@@ -87,10 +81,7 @@ class Rollout:
         return len(self._playing)
 
     def admit(
-        self,
-        keys: Sequence[int],
-        specs: Sequence[EpisodeSpec],
-        recorded: Sequence[RecordedEpisode] | None = None,
+        self, keys: Sequence[int], specs: Sequence[EpisodeSpec], recorded: Sequence[RecordedEpisode] | None = None
     ) -> None:
         """Let episodes begin.
 
@@ -115,10 +106,7 @@ class Rollout:
             episodes.start(key, spec, self._limits_of(spec.environment))
 
     def play(
-        self,
-        keys: Sequence[int],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None = None,
+        self, keys: Sequence[int], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
     ) -> list[Trajectory]:
         """Play until some episodes have ended; the others go on meanwhile, and wait afterwards.
 
@@ -151,10 +139,7 @@ class Rollout:
         return [self._finished.pop(key).trajectory for key in keys]
 
     def play_until(
-        self,
-        done: Callable[[], bool],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None = None,
+        self, done: Callable[[], bool], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
     ) -> None:
         """Play until all episodes that have begun have ended, or ``done()``, which is asked before every step.
 
@@ -273,11 +258,7 @@ class Rollout:
             self._finish(key, ended, generator, on_finish)
 
     def _finish(
-        self,
-        key: int,
-        ended: Ended,
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None,
+        self, key: int, ended: Ended, generator: Generator, on_finish: Callable[[Trajectory], None] | None
     ) -> None:
         generator.release(key)
         if (left := self._recorded.pop(key, None)) is not None:

@@ -186,10 +186,7 @@ class RolloutSampler:
 
     @contextmanager
     def generators(
-        self,
-        do_sample: bool = True,
-        settings: SamplingSettings | None = None,
-        versions: Versions | None = None,
+        self, do_sample: bool = True, settings: SamplingSettings | None = None, versions: Versions | None = None
     ) -> Iterator[Callable[[], Generator]]:
         """Give a function that makes a generator of the current policy, for each attempt at a rollout.
 

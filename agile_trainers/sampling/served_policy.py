@@ -46,12 +46,7 @@ class ServedPolicy(ABC):
     """True if the adapter that construction moved is certain to be there at the first rollout."""
 
     def __init__(
-        self,
-        args: Any,
-        model: torch.nn.Module,
-        accelerator: Any,
-        distribution: Any,
-        max_model_length: int | None,
+        self, args: Any, model: torch.nn.Module, accelerator: Any, distribution: Any, max_model_length: int | None
     ):
         self._model, self._accelerator, self._distribution = model, accelerator, distribution
         self._sleeps, self._offloads = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout

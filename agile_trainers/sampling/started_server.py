@@ -26,14 +26,9 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.roles import POLICY, base_model
 from agile_trainers.envs.isolation import process_tree
-from agile_trainers.rollout.generators.checks import tokens_of_a_step
+from agile_trainers.rollout.generators.base import tokens_of_a_step
 from agile_trainers.rollout.generators.images import reader_of, vllm_options
-from agile_trainers.sampling.vllm_checks import (
-    base_source,
-    check_batch_invariant,
-    lora_rank,
-    quantization_name,
-)
+from agile_trainers.sampling.vllm_checks import base_source, check_batch_invariant, lora_rank, quantization_name
 
 logger = logging.get_logger(__name__)
 
@@ -166,13 +161,7 @@ class OwnServer:
 
 
 def start_server(
-    args: Any,
-    model: torch.nn.Module,
-    accelerator: Any,
-    *,
-    dtype: torch.dtype,
-    rows: int,
-    max_model_length: int | None,
+    args: Any, model: torch.nn.Module, accelerator: Any, *, dtype: torch.dtype, rows: int, max_model_length: int | None
 ) -> OwnServer:
     """Start a server for the base of the policy in the first process; all others wait until it is up.
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.lora_settings import NOT_LORA_SETTINGS, changes_base
 from agile_trainers.adapters.roles import base_model
-from agile_trainers.rollout.generators.checks import fitting_context
+from agile_trainers.rollout.generators.base import fitting_context
 from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_token
 
 logger = logging.get_logger(__name__)

@@ -12,12 +12,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters.roles import REFERENCE
-from agile_trainers.objectives.drift import (
-    DECISION,
-    decision_weights,
-    drift_metrics,
-    drift_weights,
-)
+from agile_trainers.objectives.drift import DECISION, decision_weights, drift_metrics, drift_weights
 from agile_trainers.objectives.mismatch import importance_weights, mismatch_metrics
 from agile_trainers.packing.packer import Packer, batch_images, kept_of
 from agile_trainers.step.token_batches import TokenBatches

@@ -59,11 +59,7 @@ _T = TypeVar("_T")
 
 
 def split_padded(
-    prompts: torch.Tensor,
-    completions: torch.Tensor,
-    budget: int,
-    multiple: int = 1,
-    rows: torch.Tensor | None = None,
+    prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1, rows: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Split sorted episodes into padded forward passes of at most ``budget`` tokens: rows times columns.
 
@@ -536,9 +532,7 @@ class TokenBatches:
 
 
 def within_memory(
-    run: Callable[[], _T],
-    halve: Callable[[], None],
-    undo_of: Callable[[], Callable[[], None]] = lambda: lambda: None,
+    run: Callable[[], _T], halve: Callable[[], None], undo_of: Callable[[], Callable[[], None]] = lambda: lambda: None
 ) -> _T:
     """Call a function, and whenever memory runs out, undo what it did, halve its work and call it again.
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agile_trainers.evaluation.statistics import standard_error
-from agile_trainers.populations import PBT, Halving, HyperparameterConfig, Range, Score, Tournament
+from agile_trainers.populations import Halving, HyperparameterConfig, Range, Score, Tournament
 from agile_trainers.populations.hyperparameters import SearchSpace, search_space
 from agile_trainers.populations.selection import Schedule, ranked, strategy_of, with_failures
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
@@ -66,15 +66,6 @@ def test_a_mutation_moves_one_option_and_both_ways():
         (name,) = (name for name in made if made[name] != start[name])
         seen[name, made[name] > start[name]] += 1
     assert len(seen) == 4 and min(seen.values()) > 60
-
-
-def test_exploring_moves_every_option_or_draws_it_anew():
-    start = {"learning_rate": 1e-3, "num_iterations": 4}
-    moved = [SPACE.explore(start, rng(n), resample=0.0) for n in range(50)]
-    assert {round(one["learning_rate"] / 1e-3, 6) for one in moved} == {0.8, 1.25}
-    assert {one["num_iterations"] for one in moved} == {3, 5}
-    anew = [SPACE.explore(start, rng(n), resample=1.0) for n in range(50)]
-    assert len({one["learning_rate"] for one in anew}) == 50 and len({one["num_iterations"] for one in anew}) > 5
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (2, 1), (1, 1), (-1, 1), (1, math.inf)])
@@ -180,31 +171,13 @@ def test_members_that_tie_share_the_chances_of_a_tournament():
     assert 70 < won[0] < 130
 
 
-def test_pbt_replaces_the_worst_by_copies_of_the_best_that_explore():
-    scores = [around(n, mean) for n, mean in enumerate((0.9, 0.1, 0.5, 0.6))]
-    selection = PBT().select(scores, 4, SPACE, rng())
-    parents = [one.parent for one in selection.successors]
-    assert sorted(parents) == [0, 0, 2, 3] and set(selection.reasons) == {1}
-    (copy,) = (one for one in selection.successors if "replaces 1" in one.reason)
-    assert copy.parent == 0 and copy.hyperparameters != scores[0].hyperparameters
-    tied = PBT().select([score(0, 1.0, 0.0, 1.0), score(1, 0.0, 1.0, 1.0)], 2, SPACE, rng())
-    assert [one.parent for one in tied.successors] == [0, 1] and "tied" in tied.successors[1].reason
-
-
-def test_pbt_replaces_failed_members_first():
-    scores = [around(n, mean) for n, mean in enumerate((0.9, 0.1, 0.5))]
-    selection = PBT().select(scores, 4, SPACE, rng())
-    assert [one.parent for one in selection.successors] == [0, 1, 2, 0]
-    assert selection.successors[3].reason == "replaces a failed member"
-
-
 def test_strategies_by_name():
-    assert strategy_of(None, 16) == Halving() and strategy_of(None, 17) == PBT()
-    assert strategy_of("tournament", 4) == Tournament() and strategy_of(PBT(share=0.5), 4) == PBT(share=0.5)
+    assert strategy_of(None, 16) == Halving() and strategy_of(None, 17) == Tournament()
+    assert strategy_of("tournament", 4) == Tournament() and strategy_of(Tournament(size=3), 4) == Tournament(size=3)
     with pytest.raises(ValueError, match="'evolution'"):
         strategy_of("evolution", 4)
-    for bad in (lambda: PBT(share=0.6), lambda: Tournament(size=0), lambda: Tournament(mutation_probability=2)):
-        with pytest.raises(ValueError, match=r"share=0\.6|size=0|mutation_probability=2"):
+    for bad in (lambda: Tournament(size=0), lambda: Tournament(mutation_probability=2)):
+        with pytest.raises(ValueError, match=r"size=0|mutation_probability=2"):
             bad()
 
 

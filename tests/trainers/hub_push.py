@@ -21,7 +21,7 @@ def push(model: Path, output: Path) -> None:
     trainer = make_ppo(
         model, output / "run", max_steps=2, beta=0.1, reference_adapter=True, num_eval_episodes=4, eval_strategy="steps",
         eval_steps=1, push_to_hub=True, hub_strategy="checkpoint", hub_always_push=True, hub_token=TOKEN,
-        hub_extras=["critic"], save_total_limit=1, learning_rate=0.1, steps_per_generation=2, **SAVING,
+        save_total_limit=1, learning_rate=0.1, steps_per_generation=2, **SAVING,
     )  # fmt: skip
     trainer.train()
     trainer.push_to_hub()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from agile_trainers.monitor.health_metrics import (
+from agile_trainers.monitor.reporting import (
     groups_without_success,
     health_metrics,
     outcomes_of,
@@ -15,8 +15,8 @@ from agile_trainers.monitor.health_metrics import (
     seeds_alike,
     success_sem,
     task_of,
+    training_summary,
 )
-from agile_trainers.monitor.reporting import training_summary
 from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.types import StopReason, Trajectory, Turn
 

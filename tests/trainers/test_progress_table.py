@@ -1,11 +1,10 @@
-"""The table of a run: its rows in a terminal, a file and a notebook, and what silences it."""
+"""The table of a run: its rows in a terminal and a file, and what silences it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from transformers import (
 
 from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, ProgressTable
 from agile_trainers.monitor import health_checks
-from agile_trainers.monitor.progress import ROWS, LiveTable, page, plain_table, showing, shown_rows, table_html
-from agile_trainers.monitor.table_rows import Row, clock, row_values, short
+from agile_trainers.monitor.progress import row_values, short, showing
 
 LOGS: list[dict[str, Any]] = [
     {"success": 0.25, "return/mean": -0.5, "reward": -0.5, "loss": 2e-6, "grad_norm": 1234.5, "turns/mean": 2.0},
@@ -280,59 +278,3 @@ def test_a_run_that_fails_leaves_no_bar(embedded_model: Path, tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="disk is gone"):
         trainer.update(trainer.rollout())
     assert screen.getvalue().count("\x1b[?25h") == 2
-
-
-# -------------------------------------------------------------------------------------------------------------- notebooks
-
-
-def row(step: int, name: str = "", **values: float) -> Row:
-    return Row(step, 100, 61.0 * step, values or {"success": step / 100}, name)
-
-
-def test_the_table_of_a_notebook() -> None:
-    rows = [row(1), row(2, "eval_<b>", **{"success": 0.5, "return": 2e-6})]
-    cells = table_html(rows).replace(' style="padding:1px 10px;text-align:right"', "")
-    assert "<tr><th>step</th><th>time</th><th>success</th><th>return</th><th></th></tr>" in cells
-    assert "<tr><td>1/100</td><td>0:01:01</td><td>0.010</td><td></td><td></td></tr>" in cells
-    assert "<td>0.500</td><td>2.0e-06</td><td>eval_&lt;b&gt;</td></tr></table>" in cells
-    assert table_html([]) == "" and "<img" not in page("", rows, None)
-    assert 'src="data:image/png;base64,AAE="' in page("", rows, b"\x00\x01")
-    assert [line.split()[0] for line in plain_table(rows).splitlines()] == ["step", "1/100", "2/100"]
-
-
-def test_a_notebook_shows_rows_of_the_whole_run() -> None:
-    rows = [row(step) for step in range(1, 1001)]
-    steps = [one.step for one in shown_rows(rows)]
-    gaps = [after - before for before, after in pairwise(steps)]
-    assert (len(steps), steps[0], steps[-1]) == (ROWS, 1, 1000) and max(gaps) - min(gaps) <= 1
-    assert shown_rows(rows[:ROWS]) == rows[:ROWS] and f"{ROWS} of 1000 rows" in table_html(rows)
-
-
-def test_a_notebook_is_updated_in_place_and_ends_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython's own display: one output, whose last content has every row."""
-    pytest.importorskip("IPython", reason="IPython is not installed; no extra brings it")
-    from IPython.core.displaypub import CapturingDisplayPublisher
-    from IPython.core.interactiveshell import InteractiveShell
-
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    shell = InteractiveShell.instance()
-    published = shell.display_pub = CapturingDisplayPublisher(parent=shell)
-    try:
-        table, state = LiveTable("training"), TrainerState(max_steps=50)
-        table.begin(state)
-        for step in range(1, 31):
-            state.global_step = step
-            state.log_history.append({"success": step / 50, "return/mean": 1.0, "step": step})
-            table.step(state)
-            table.add(row(step), state)
-        table.end()
-        table.end()
-    finally:
-        InteractiveShell.clear_instance()
-    first, *others = published.outputs
-    assert not first["update"] and others and all(one["update"] for one in others) and len(others) < 30
-    assert len({one["transient"]["display_id"] for one in published.outputs}) == 1
-    last = others[-1]["data"]
-    assert "training: 30 of 50 steps" in last["text/html"] and "data:image/png" in last["text/html"]
-    assert "<progress" in first["data"]["text/html"] and "<progress" not in last["text/html"]
-    assert last["text/plain"].splitlines()[-1].split()[:2] == ["30/100", clock(61.0 * 30)]

@@ -1,11 +1,10 @@
-"""Estimates the device memory of a run, with formulas, and what each change of its options would save."""
+"""Estimates the device memory of a run, with formulas."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,21 +210,15 @@ def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
-_traced: dict[tuple[Any, ...], Step] = {}
-
-
 def trace(config: PretrainedConfig, plan: MemoryPlan) -> Step:
-    """Count a step of a plan on tensors without data, once for all plans that differ in nothing that it depends on.
+    """Count a step of a plan on tensors without data.
 
     Raises:
         ValueError: If ``peft_config`` matches no module of the model.
     """
     computes = plan.autocast if plan.autocast and (plan.quantization or plan.launch.zero) else plan.dtype
     shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
-    key = type(config), config.to_json_string(), repr(shape), plan.trust_remote_code
-    if key not in _traced:
-        _traced[key] = trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
-    return _traced[key]
+    return trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
 
 
 def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | None = None) -> list[MemoryItem]:
@@ -452,94 +445,6 @@ def readable(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} B"
-
-
-# ------------------------------------------------------------------------------ what a change of the options would save
-
-
-LEAST = 2**30 // 20
-"""Bytes that a change must save to be named."""
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """One change of the options."""
-
-    option: str
-    saves: int
-    """Bytes of the peak, with this change alone."""
-    first: bool = False
-    """True if it comes before the others, however much it saves."""
-
-    def __str__(self) -> str:
-        return f"{self.option} saves {readable(self.saves)}"
-
-
-def remedies(config: PretrainedConfig, plan: MemoryPlan, step: Step, gpu: int | None = None) -> list[Remedy]:
-    """Plan a run again with each change that applies to it, and sort the changes by what they save.
-
-    A base in fp32 is named first: the other changes cost time or quality, and save less on a base in bf16.
-
-    Args:
-        config: The model's configuration.
-        plan: The run's plan.
-        step: The traced step of the plan.
-        gpu: Bytes of the GPU.
-    """
-    peak = estimate_memory(config, plan, step)[-1].size
-    found = []
-    for option, changed in _changes(plan, step, gpu):
-        saves = peak - estimate_memory(config, changed)[-1].size
-        if saves >= LEAST:
-            found.append(Remedy(option, saves, first=changed.dtype != plan.dtype))
-    return sorted(found, key=lambda remedy: (not remedy.first, -remedy.saves))
-
-
-def _changes(plan: MemoryPlan, step: Step, gpu: int | None) -> Iterator[tuple[str, MemoryPlan]]:
-    """Yield the changes that a run can make, each as options with the plan that it leads to."""
-    lora, launch = plan.peft_config is not None, plan.launch
-    if plan.dtype.itemsize > 2:
-        option = "dtype=bfloat16" if lora else "dtype=bfloat16 (which rounds small updates of a whole model away)"
-        yield option, replace(plan, dtype=torch.bfloat16)
-    if not lora:
-        adapters = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=["all-linear"]))
-        yield "use_peft=True", replace(plan, peft_config=adapters, copies=1)
-    elif plan.quantization is None and plan.engine is None and not launch.shared:
-        yield "load_in_4bit=True", replace(plan, quantization="4 bit")
-    if not plan.gradient_checkpointing:
-        yield "gradient_checkpointing=True", replace(plan, gradient_checkpointing=True)
-    if plan.rows > 1:
-        yield f"max_tokens_per_micro_batch={plan.tokens} (an episode at a time)", replace(plan, rows=1)
-    if plan.engine is None and plan.episodes > 1:
-        half = plan.episodes // 2
-        yield f"generation_chunk_size={half}", replace(plan, episodes=half)
-    if plan.engine is None and plan.quantization is None:
-        yield "use_vllm=True with vllm_mode=server (on other GPUs)", replace(plan, engine=Engine(server=True))
-    if plan.engine is not None and not plan.engine.server:
-        yield from _smaller_engines(plan, step, plan.engine, gpu)
-    if plan.copies > 1:
-        yield "beta=0.0 (no reference model)", replace(plan, copies=1)
-    if "8bit" not in plan.optimizer and plan.optimizer.startswith("adam") and not launch.shared:
-        yield "optim=adamw_bnb_8bit", replace(plan, optimizer="adamw_bnb_8bit")
-    if launch.processes > 1 and plan.quantization is None:
-        for engine in ("zero2", "zero3"):
-            if engine > launch.engine and launch.engine != "fsdp2":
-                shared = Launch(engine, launch.processes, launch.mixed_precision)
-                yield f"accelerate_config={engine}", replace(plan, launch=shared)
-    half = plan.tokens // 2
-    yield f"max_model_length={half} (cuts longer episodes)", replace(plan, tokens=half, decoded=min(plan.decoded, half))
-
-
-def _smaller_engines(plan: MemoryPlan, step: Step, engine: Engine, gpu: int | None) -> Iterator[tuple[str, MemoryPlan]]:
-    """Yield the changes that leave an engine of the process itself with less memory."""
-    if not engine.sleeps:
-        yield "vllm_enable_sleep_mode=True", replace(plan, engine=replace(engine, sleeps=True))
-    if engine.share is not None and gpu is not None:
-        # A tenth more than a single episode needs, for vLLM's own activations.
-        least = -(-serving(plan, step).least * 110 // gpu)
-        if 0 < least < 100 * engine.share // gpu:
-            small = replace(engine, share=least * gpu // 100)
-            yield f"vllm_gpu_memory_utilization={least / 100:g}", replace(plan, engine=small)
 
 
 # ----------------------------------------------------------------------------------------- a server that the run starts

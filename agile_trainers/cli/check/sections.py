@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from rich.padding import Padding
 from rich.table import Table
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
-from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, policy_scores
-from agile_trainers.cli.check.judges import try_judges
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     PlannedServer,
@@ -24,26 +21,29 @@ from agile_trainers.cli.check.memory_plan import (
     plan_memory,
     planned_server,
     readable,
-    remedies,
     serving,
     trace,
 )
 from agile_trainers.cli.check.plays import (
+    call_lines,
+    changes_every_call,
     check_determinism,
     check_rewards,
     demonstration_plays,
+    first_difference,
     model_plays,
     policy_plays,
+    policy_scores,
 )
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.tracing import Step
-from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment
 from agile_trainers.envs.checker import check_environment, describe_error
 from agile_trainers.envs.scripted_policies import known_policies
 from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
 from agile_trainers.evaluation.statistics import within
+from agile_trainers.judges.questions import GROUP
 from agile_trainers.monitor.reporting import training_summary
 from agile_trainers.rollout.environment_pool import declared_range
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
@@ -57,6 +57,11 @@ OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
 """Findings about the policy that played, which tell of training only if that is the one to train."""
 ALMOST = 0.85
 """Share of a GPU from which a plan is warned of: fragmentation and the libraries' own memory come on top of it."""
+LOWER = (
+    "What lowers it: dtype=bfloat16, use_peft, load_in_4bit, gradient_checkpointing, optim=adamw_bnb_8bit; less for "
+    "max_tokens_per_micro_batch, generation_chunk_size or max_model_length; sharding (accelerate_config=zero3), or vLLM on "
+    "other GPUs (vllm_mode=server) or asleep in updates (vllm_enable_sleep_mode)."
+)
 SERVER_SHARE = 0.9
 """Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
 POLICY_EPISODES = 16
@@ -92,10 +97,6 @@ def check_run(report: Report, run: Run) -> None:
         check_demonstrations(report, run)
     check_declared(report, run, instance, [episode for episodes in scores.values() for episode in episodes])
     try_judges(report, run, played)
-    drawn = next((episode for episode in played if episode.turns), None)
-    if drawn is not None:
-        report.section("Tokens of an episode")
-        report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
     report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
 
 
@@ -138,9 +139,6 @@ def check_agent(report: Report, run: Run) -> None:
         scores = {}
     check_scores(report, run, {"model": played}, scores)
     try_judges(report, run, played)
-    report.section("Tokens of an episode")
-    drawn = next(episode for episode in played if episode.turns)
-    report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
     report_memory(report, run, played)
 
 
@@ -476,14 +474,12 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     if peak <= ALMOST * size:
         report.line(f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}.")
         return
-    steps = remedies(run.config, plan, step, size)
-    told = f" Each of these alone: {'; '.join(map(str, steps))}." if steps else ""
     if peak > size:
-        report.problem(f"the planned peak of {readable(peak)} is more than the GPU's {readable(size)}.{told}")
+        report.problem(f"the planned peak of {readable(peak)} is more than the GPU's {readable(size)}. {LOWER}")
     else:
         report.warning(
             f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}, and fragmentation and the libraries come "
-            f"on top of it.{told}"
+            f"on top of it. {LOWER}"
         )
 
 
@@ -566,3 +562,46 @@ def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfi
     return AutoConfig.from_pretrained(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
     )
+
+
+_SHOWN = 1000
+"""Episodes whose price is told."""
+_LABEL = f"{_SHOWN:,} episodes"
+
+
+def try_judges(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """Ask each judge about one of the episodes, or about two as a group; no answer, or a bad one, is a problem."""
+    sound = [one for one in played if one.turns and not one.stop_reason.failed]
+    for judge in run.judges:
+        report.section(f"Judge: {judge.__name__}, one score for each {judge.per}")
+        asked = [
+            replace(one, seed=0, turns=[replace(turn, judgements={}) for turn in one.turns])
+            for one in sound[: 2 if judge.per == GROUP else 1]
+        ]
+        if len(asked) < 1 + (judge.per == GROUP):
+            report.warning("too few episodes had an answer to be judged.")
+            continue
+        metrics: dict[str, float] = {}
+        try:
+            scores = judge(asked, metrics.__setitem__)
+        except Exception as error:  # the rubric's own
+            report.problem(f"{judge.__name__} cannot be asked: {type(error).__name__}: {error}")
+            continue
+        finally:
+            judge.close()
+        said = asked[0].turns[-1].judgements.get(judge.__name__, {})
+        if None in scores:
+            report.problem(f"{judge.__name__} gave no score: {said.get('failed', 'the conversations are equal.')}")
+            continue
+        cost = {name.rpartition("/")[2]: value for name, value in metrics.items()}
+        report.line(", ".join(f"{score:.3g}" for score in scores if score is not None), "score")
+        report.line(str(said.get("reason", "")), "reason")
+        sent, answered, seconds = (cost.get(name, 0.0) for name in ("tokens_asked", "tokens_answered", "seconds"))
+        report.line(f"{sent:,.0f} tokens asked and {answered:,.0f} answered in {seconds:.1f} s", "a question")
+        questions = _SHOWN / run.args.num_generations * judge.orders if judge.per == GROUP else _SHOWN
+        # A question about a whole group is longer than this one about two of its members.
+        times = questions * (run.args.num_generations / 2 if judge.per == GROUP else 1) / max(cost["questions"], 1)
+        price = (
+            f", which cost {cost['cost'] * times:,.2f} by prices" if cost["cost"] else "; set prices to know their cost"
+        )
+        report.line(f"about {questions:,.0f} questions and {(sent + answered) * times:,.0f} tokens{price}", _LABEL)

@@ -19,8 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 from agile_trainers.cli import errors
 from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
 from agile_trainers.cli.train import Started
-from agile_trainers.monitor.progress import BAR, use_dicts
-from agile_trainers.monitor.table_rows import clock
+from agile_trainers.monitor.progress import BAR, clock, use_dicts
 from agile_trainers.populations import Lineage, Population, PopulationError, Processes, Round, split_processes
 from agile_trainers.populations.lineage import FILE, with_error
 

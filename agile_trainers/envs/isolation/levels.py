@@ -113,14 +113,7 @@ class ProgramResult:
 
 
 def run_program(
-    code: str,
-    *,
-    stdin: str = "",
-    timeout: float,
-    memory: int,
-    max_output: int,
-    sites: bool = False,
-    prologue: str = "",
+    code: str, *, stdin: str = "", timeout: float, memory: int, max_output: int, sites: bool = False, prologue: str = ""
 ) -> ProgramResult:
     """Run a Python program at the best level of isolation.
 
@@ -469,15 +462,4 @@ def in_namespaces(program: str, readable: Collection[Path | str], *, port: int) 
                 bound.append(one)
     options += ["--bind", FOLDER, FOLDER, "--chdir", f"{FOLDER}/work", "--remount-ro", "/", "--"]
     interpreter = os.path.realpath(sys.executable)
-    return [
-        shutil.which("bwrap") or "bwrap",
-        *options,
-        interpreter,
-        "-I",
-        "-S",
-        "-B",
-        "-c",
-        _SERVE,
-        CHANNEL,
-        str(port),
-    ]
+    return [shutil.which("bwrap") or "bwrap", *options, interpreter, "-I", "-S", "-B", "-c", _SERVE, CHANNEL, str(port)]

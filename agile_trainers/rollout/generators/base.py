@@ -1,8 +1,8 @@
-"""The protocol between the rollout loop and a sampler. Requests enter and leave at any time."""
+"""The protocol between the rollout loop and a sampler, and checks of what enters. Requests enter and leave at any time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -115,3 +115,130 @@ class Generator(Protocol):
 
     def release(self, episode: int) -> None:
         """Forget an episode that has ended, with its pending requests (frees its KV cache). Unknown ones are ignored."""
+
+
+def check_request(request: GenerationRequest, known: Sequence[int], under_way: bool) -> None:
+    """Reject a malformed request.
+
+    Args:
+        request: The request.
+        known: Every id of the episode so far, the last answer included; empty for a new episode.
+        under_way: True if an earlier request of the episode with the same ``call`` is still pending.
+
+    Raises:
+        ValueError: If such a request is pending, the prompt is empty, ``max_new_tokens`` is below 1, or the conversation
+            does not begin with the known ids and has ``extends``.
+    """
+    episode, ids = request.episode, request.token_ids
+    if under_way:
+        raise ValueError(
+            f"Episode {episode} already has a pending request with call={request.call}. Wait for its answer, give this one "
+            "another `call`, or `release` the episode."
+        )
+    if not ids:
+        raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
+    if request.max_new_tokens < 1:
+        raise ValueError(
+            f"Episode {episode}: `max_new_tokens` is {request.max_new_tokens}, expected at least 1. "
+            "End the episode when the context is full."
+        )
+    if not request.extends or list(ids[: len(known)]) == list(known):
+        return
+    position = next((i for i, (old, new) in enumerate(zip(known, ids)) if old != new), len(ids))
+    found = f"id {ids[position]}" if position < len(ids) else "the end"
+    raise ValueError(
+        f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
+        "sampled before. Append the new ids to the old ones instead of encoding text again, set `extends=False` if the "
+        "context is rewritten on purpose, or `release` the episode to start it again."
+    )
+
+
+class Conversations:
+    """The last request of every episode with its answer, against which the next request is checked."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[GenerationRequest, list[int]]] = {}
+
+    def check(self, request: GenerationRequest, under_way: Container[tuple[int, int]]) -> None:
+        """Reject a malformed request; ``under_way`` has the pending ones by (episode, call). See :func:`check_request`."""
+        _, known = self._last.get(request.episode, (None, []))
+        check_request(request, known, (request.episode, request.call) in under_way)
+
+    def submitted(self, request: GenerationRequest) -> None:
+        """Note a request that was accepted."""
+        self._last[request.episode] = request, list(request.token_ids)
+
+    def answered(self, request: GenerationRequest, token_ids: list[int]) -> None:
+        """Note the answer to a request, unless the episode has submitted another one since."""
+        last, known = self._last[request.episode]
+        if last is request:
+            known += token_ids
+
+    def release(self, episode: int) -> None:
+        """Forget an episode."""
+        self._last.pop(episode, None)
+
+
+def check_room(request: GenerationRequest, max_model_length: int) -> None:
+    """Raise ``ValueError`` if the answer might not fit into an engine's ``max_model_length``."""
+    if len(request.token_ids) + request.max_new_tokens > max_model_length:
+        raise ValueError(
+            f"Episode {request.episode}: {len(request.token_ids)} tokens and {request.max_new_tokens} new ones exceed "
+            f"the engine's max_model_length={max_model_length}."
+        )
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ``ValueError`` unless every one of ``ids``, called ``name`` in the message, lies in [0, vocab_size)."""
+    outside = [i for i in ids if i not in range(vocab_size)]
+    if outside:
+        raise ValueError(
+            f"`{name}` has {outside[0]}, expected ids in [0, {vocab_size}). Check that the tokenizer belongs to the model."
+        )
+
+
+PREFILL_TOKENS = 8192
+"""Tokens that a vLLM engine on a GPU reads in one step, at most; longer prompts are read in chunks."""
+ENGINE_BYTES = 2 * 2**30
+"""Bytes that a vLLM engine takes beside weights and cache: activations of ``PREFILL_TOKENS``, logits, its kernels."""
+BLOCK = 16
+"""Tokens of a block of vLLM's cache on a GPU."""
+
+
+def tokens_of_a_step(max_batch_size: int, max_model_length: int | None, *, chunks: bool) -> int:
+    """Return vLLM's ``max_num_batched_tokens``: its profile run at the start takes the activations of so many tokens.
+
+    Args:
+        max_batch_size: Requests decoded at the same time, each of which has a token in a step.
+        max_model_length: Tokens of a conversation. None: the model's limit.
+        chunks: True if a prompt may be read in several steps.
+    """
+    if not chunks:
+        return max(4096, max_batch_size, max_model_length or 0)
+    most = PREFILL_TOKENS if max_model_length is None else min(PREFILL_TOKENS, max_batch_size * max_model_length)
+    return max(max_batch_size, most)
+
+
+def fitting_context(most: int, *, memory: int, weights: int, per_token: int) -> int:
+    """Return the tokens of the longest conversation that a vLLM engine on a GPU can start with.
+
+    Its cache must hold one such conversation beside the weights and ``ENGINE_BYTES``.
+
+    Args:
+        most: Tokens that the model can read.
+        memory: Bytes of the engine's share of the GPU.
+        weights: Bytes of the model on this GPU.
+        per_token: Bytes of a token's keys and values on this GPU.
+
+    Raises:
+        ValueError: If the weights leave no room for a conversation.
+    """
+    room = memory - weights - ENGINE_BYTES
+    tokens = room // per_token // BLOCK * BLOCK
+    if tokens < BLOCK:
+        raise ValueError(
+            f"vLLM gets {memory / 2**30:.1f} GiB of the GPU, of which weights take {weights / 2**30:.1f} GiB and its "
+            f"activations {ENGINE_BYTES / 2**30:.0f} GiB: no conversation fits. Raise vllm_gpu_memory_utilization, or set "
+            "vllm_tensor_parallel_size."
+        )
+    return min(most, tokens)

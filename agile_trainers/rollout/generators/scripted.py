@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
-from agile_trainers.rollout.generators.checks import Conversations
+from agile_trainers.rollout.generators.base import Conversations, GenerationOutput, GenerationRequest
 
 Script = Callable[[GenerationRequest], "list[int] | GenerationOutput"]
 

@@ -16,12 +16,7 @@ _TEXTS = ("text",)
 _ROLES = ("user", "assistant", "system")
 _CHOICES = ("auto", "none", "any", "tool")
 _STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _REFUSED = {
     "container": "the endpoint runs no code",
     "mcp_servers": "the endpoint has no tools of its own; call the server in the agent",

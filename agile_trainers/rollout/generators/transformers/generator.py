@@ -30,13 +30,14 @@ from agile_trainers.rollout.generators.architecture import (
     takes_position_ids,
 )
 from agile_trainers.rollout.generators.base import (
+    Conversations,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
     LogitsError,
     SamplingSettings,
+    check_token_ids,
 )
-from agile_trainers.rollout.generators.checks import Conversations, check_token_ids
 from agile_trainers.rollout.generators.images import reader_of
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,

@@ -34,8 +34,16 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.objectives.kept_sets import encode_sets, without
-from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
+from agile_trainers.rollout.generators.base import (
+    Conversations,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+    check_room,
+    check_token_ids,
+    tokens_of_a_step,
+)
 from agile_trainers.rollout.generators.images import ImageReader, ImageRun
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost, write_adapter

@@ -22,8 +22,15 @@ from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids
+from agile_trainers.rollout.generators.base import (
+    Conversations,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+    check_room,
+    check_token_ids,
+)
 from agile_trainers.rollout.generators.images import ImageReader
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
