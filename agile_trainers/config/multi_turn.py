@@ -80,11 +80,6 @@ class MultiTurnConfig(GRPOConfig):
         "Updates of each generation batch, which `max_steps` counts; each reads all episodes once. Default: 4 with GRPO and "
         "an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise 1.",
     )
-    max_batch_kl: float | None = option(
-        None,
-        "Divergence of the policy from the one that the first update of a batch started from, in nats a token, beyond which "
-        "further updates of the batch are [withheld](grpo.md#a-bound-on-a-batch). They count as steps. Default: no bound.",
-    )
     gradient_accumulation_steps: int | None = option(
         None,
         "Micro-batches of one update on each process. Default: the fewest with which one update, over all processes, sees "

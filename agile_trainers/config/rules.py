@@ -302,7 +302,7 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon_high",), lambda _, value: value is None or _is_real(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("drift_clip_max"),
-    positive("delta", "advantage_clip_range", "max_batch_kl", "max_logprob_gap", "max_wall_seconds"),
+    positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
@@ -738,18 +738,6 @@ def _plays_ahead(args: Any) -> bool:
     return bool(args.batches_ahead > 0)
 
 
-_BOUND = (
-    Rule(
-        ("max_batch_kl",),
-        lambda args, _: args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0,
-        "max_batch_kl={value} has no effect: each batch is one update. Set num_iterations to 2 or more, or leave "
-        "max_batch_kl unset.",
-        when_set=True,
-    ),
-    excludes("fp16", (True,), "max_batch_kl", why="whose scaler must see the gradient of every update"),
-    excludes("deepspeed", uses_deepspeed, "max_batch_kl", why="which takes an update inside the backward pass"),
-)
-
 _AHEAD = (
     acts_with(
         "batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", needed="1 or more batches ahead",
@@ -786,7 +774,7 @@ _AHEAD = (
 
 EPISODES: tuple[Rule, ...] = (
     *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_RECORDS, *_BATCH, *_TURN_RATIOS,
-    *_BOUND, *_AHEAD,
+    *_AHEAD,
 )  # fmt: skip
 """Rules for a run with an environment."""
 

@@ -20,7 +20,7 @@ Changes = dict[str, tuple[float, float]]
 MOVABLE = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "beta", "epsilon",
     "epsilon_high", "delta", "entropy_coef", "gamma", "temperature", "top_p", "top_k", "min_p", "num_iterations",
-    "advantage_clip_range", "max_batch_kl", "vllm_importance_sampling_clip_max",
+    "advantage_clip_range", "vllm_importance_sampling_clip_max",
 )  # fmt: skip
 """Options of all algorithms in which members may differ, besides those of their own algorithm."""
 _BY_START = ("critic_layers", "critic_warmup_steps", "num_generations")

@@ -68,7 +68,6 @@ from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
-from agile_trainers.step.movement import BatchBound
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
@@ -275,7 +274,6 @@ class StepParts:
     demonstrated: DemonstrationLoss | None
     turn_means: list[TurnMeans]
     """Values by turn index that a step logs: entropies, the divergence from a teacher, log-probs of demonstrations."""
-    bound: BatchBound
     offloading: AbstractContextManager[Any]
     """Context of a step, which may keep activations in the CPU's memory."""
 
@@ -438,9 +436,12 @@ def _make_step(
     mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
     turn_means = [TurnMeans("entropy"), *([] if teacher is None else [teacher.divergences])]
     turn_means += [] if demonstrated is None else [demonstrated.log_probs]
-    bound = BatchBound(args.max_batch_kl, accelerator)
-    token_batches.observers = [*(means.remember for means in turn_means), bound.remember, mismatch.meter.remember]
-    token_batches.observers += [critic.remember, partial(remember_attributes, offloading)]
+    token_batches.observers = [
+        *(means.remember for means in turn_means),
+        mismatch.meter.remember,
+        critic.remember,
+        partial(remember_attributes, offloading),
+    ]
     return StepParts(
         sampler=sampler,
         packer=packer,
@@ -455,7 +456,6 @@ def _make_step(
         teacher=teacher,
         demonstrated=demonstrated,
         turn_means=turn_means,
-        bound=bound,
         offloading=offloading,
     )
 

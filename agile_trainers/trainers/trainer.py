@@ -427,7 +427,6 @@ class MultiTurnTrainer(_Trainer):
     def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
         self._step, self._buffered_inputs = steps, micro_batches
         self.critic.forget_step()
-        self.bound.forget()
 
     @with_episodes
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -575,7 +574,6 @@ class MultiTurnTrainer(_Trainer):
                 self._add_metrics(metrics)
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
-        self.bound.add(handed)
         if first is not None:
             first.add(handed.batch, handed.log_probs)
         if taught is not None and isinstance(told, torch.Tensor):
@@ -655,7 +653,6 @@ class MultiTurnTrainer(_Trainer):
         self.guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
         # The number so far, of which a log shows the last and not the mean.
         self._metrics["train"]["skipped_steps"] = [float(self.guard.skipped)]
-        self._add_metrics(self.bound.withhold(self.model))
         return norm
 
     @with_episodes
