@@ -20,6 +20,9 @@ OPTIONS = """--dtype float32 --logprobs-mode processed_logprobs --enable-lora --
 --max-num-seqs 32 --enforce-eager --block-size 32 --no-enable-chunked-prefill --max-num-batched-tokens 4096
 --num-gpu-blocks-override 1024"""
 
+START_SECONDS = 600
+"""Until a server counts as broken: beside other work on two cores, 240 were too few for two workers."""
+
 
 @dataclass
 class Served:
@@ -69,14 +72,16 @@ def serving(
         )
     served = Served(f"http://127.0.0.1:{port}", process)
     try:
-        until = time.monotonic() + 240
+        until = time.monotonic() + START_SECONDS
         while True:
             try:
                 urllib.request.urlopen(f"{served.url}/health").close()
                 break
             except OSError:
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}") from None
+                ended = process.poll()
+                if ended is not None or time.monotonic() > until:
+                    why = f"is not up after {START_SECONDS} s" if ended is None else f"ended with exit code {ended}"
+                    raise RuntimeError(f"The server {why}:\n{log.read_text()[-4000:]}") from None
                 time.sleep(0.5)
         yield served
     finally:
