@@ -11,7 +11,7 @@ import yaml
 from transformers import Qwen2Config
 from trl import ModelConfig
 
-from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, planned_server
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, planned_server, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.train import MultiTurnScriptArguments
 from agile_trainers.embedded import make_tokenizer
@@ -65,6 +65,9 @@ def peak_of(options: dict[str, Any], launch: Launch = SINGLE, *, gpus: int = 1, 
     assert not unknown
     model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
     own = {name: value for name, value in options.items() if name in fields(MultiTurnGRPOConfig)}
+    taught = own.pop("teacher", None) is not None
+    for name in [name for name in own if name.startswith("teacher_")] if taught else ():
+        del own[name]
     args = MultiTurnGRPOConfig(**{**own, "trust_remote_code": False}, use_cpu=True, bf16=False)
     args.bf16 = True  # as on a GPU, which is not here
     size = re.findall(r"-([\d.]+B)-", options["model_name_or_path"])[0]
@@ -75,4 +78,7 @@ def peak_of(options: dict[str, Any], launch: Launch = SINGLE, *, gpus: int = 1, 
         config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION, launch=launch,
         gpu=None if memory is None else memory * 2**30, shares=server is not None and server.shares,
     )  # fmt: skip
-    return estimate_memory(config, plan)[-1].size / 2**30
+    step = trace(config, plan)
+    if taught:  # by an adapter like the policy's, which is not here
+        plan = dataclasses.replace(plan, teachers=4 * step.trained)
+    return estimate_memory(config, plan, step)[-1].size / 2**30
