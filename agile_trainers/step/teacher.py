@@ -239,11 +239,12 @@ class Teacher:
             The loss.
         """
         args, batch, mask = self._args, handed.batch, handed.batch.counted
+        if batch.teachers is not None:
+            mask = mask & (batch.teachers >= 0)[:, None]
         weights, policy = batch.column(WEIGHTS), handed.token_log_probs
         assert policy is not None
         if self._sampled:
             teacher = cast(torch.Tensor, handed.teacher)
-            mask = mask & ~teacher.isnan()
             old = policy.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
             credit = teacher_credit(old, teacher, mask, weights, args.teacher_gradient)
             if batch.importance_sampling_ratio is not None:

@@ -27,17 +27,21 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.3}
 
 
-@pytest.fixture(scope="module")
-def teacher(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of an adapter that differs from a fresh one, whose training had dropout."""
-    folder = tmp_path_factory.mktemp("teacher") / "adapter"
-    trainer = make_trainer(embedded_model, folder, lora=LORA)
-    noise = torch.Generator().manual_seed(1)
+def changed_adapter(model: Path, folder: Path, seed: int, **changes: Any) -> str:
+    """Save an adapter that differs from a fresh one, and return its folder."""
+    trainer = make_trainer(model, folder, **changes)
+    noise = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(trainer.model.named_parameters()):
         if "lora_B" in name:
             parameter.data = torch.randn(parameter.shape, generator=noise) * 0.1
     trainer.save_model(str(folder))
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def teacher(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of an adapter that differs from a fresh one, whose training had dropout."""
+    return changed_adapter(embedded_model, tmp_path_factory.mktemp("teacher") / "adapter", seed=1, lora=LORA)
 
 
 def distill(model: Path, folder: Path, **changes: Any) -> MultiTurnDistillationTrainer:
@@ -246,14 +250,7 @@ def test_a_hint_is_rendered_as_a_message_of_its_own(embedded_model, tmp_path) ->
 @pytest.fixture(scope="module")
 def other(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of another adapter."""
-    folder = tmp_path_factory.mktemp("other") / "adapter"
-    trainer = make_trainer(embedded_model, folder)
-    noise = torch.Generator().manual_seed(2)
-    for name, parameter in sorted(trainer.model.named_parameters()):
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=noise) * 0.1
-    trainer.save_model(str(folder))
-    return str(folder)
+    return changed_adapter(embedded_model, tmp_path_factory.mktemp("other") / "adapter", seed=2)
 
 
 BOTH = {"long": Long, "chatter": Chatter}
