@@ -121,3 +121,17 @@ def test_an_option_at_its_default_needs_nothing(tmp_path: Path):
 def test_rows_that_no_other_test_breaks(tmp_path: Path, config: type[MultiTurnConfig], options, named):
     with pytest.raises(ValueError, match=naming(*named)):
         config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options).with_environment()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task_sampling": "adaptive"}, "groups of equal rewards have an advantage too"),
+        ({"batches_ahead": 1, "drift_correction": "decision_truncate"}, "advantage_baseline='shrunk'"),
+    ],
+)
+def test_a_baseline_of_the_batch_excludes_what_needs_groups_without_advantage(tmp_path, changes, said) -> None:
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **changes}
+    MultiTurnGRPOConfig(**given).with_environment()
+    with pytest.raises(ValueError, match=said):
+        MultiTurnGRPOConfig(**given, advantage_baseline="shrunk").with_environment()
