@@ -86,7 +86,7 @@ from agile_trainers.populations.selection import (
     with_failures,
 )
 from agile_trainers.sampling.sampler import shared_engine
-from agile_trainers.step.mixture import names_of
+from agile_trainers.trainers.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 

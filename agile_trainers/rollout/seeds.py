@@ -132,6 +132,14 @@ def systematic_sample(weights: np.ndarray, count: int, random: np.random.Generat
     return drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]
 
 
+def with_names(rows: Sequence[Mapping[str, Any]], specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
+    """Add the column that names each episode's environment to the rows, in a run of several environments."""
+    return [
+        dict(row) if spec.environment is None else {**row, COLUMN: spec.environment}
+        for row, spec in zip(rows, specs, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Chooses the environment of each group.

@@ -9,9 +9,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agile_trainers.rollout.seeds import Mixture, training_specs
+from agile_trainers.rollout.seeds import Mixture, training_specs, with_names
 from agile_trainers.rollout.spec import EpisodeSpec
-from agile_trainers.step.mixture import with_names
 from agile_trainers.step.task_sampling import Draw, TaskSampling
 from agile_trainers.train_batch import own_rows
 

@@ -18,9 +18,8 @@ from agile_trainers.imports import nearest
 from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.monitor.rollout_log import Evaluated
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.seeds import Mixture, preserved_random_state
+from agile_trainers.rollout.seeds import Mixture, preserved_random_state, with_names
 from agile_trainers.sampling.sampler import RolloutSampler
-from agile_trainers.step.mixture import with_names
 from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.token_batches import within_memory
 

@@ -67,7 +67,6 @@ from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.loss import DemonstrationLoss
-from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
@@ -77,6 +76,7 @@ from agile_trainers.train_batch import Batch
 from agile_trainers.trainers.arguments import check_trainer_arguments
 from agile_trainers.trainers.demonstrations import Demonstrations
 from agile_trainers.trainers.evaluation import EpisodeEvaluator, kept_columns, played_columns, with_best_metric
+from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.trainers.reference import ReferencePolicy, ReferenceUpdates
 from agile_trainers.trainers.teacher import load_teachers
 from agile_trainers.types import Picture, text_of

@@ -31,8 +31,8 @@ from agile_trainers.cli.run_files import (
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
-from agile_trainers.step.mixture import names_of
 from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.mixture import names_of
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}

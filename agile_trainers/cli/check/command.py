@@ -45,8 +45,8 @@ from agile_trainers.envs.registry import describe_environment, environment_facto
 from agile_trainers.judges.judge import Judge
 from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.rollout.generators.images import SUPPORTED
-from agile_trainers.step.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.step.task_sampling import task_pool
+from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.registry import algorithm_names, find_algorithm
 from agile_trainers.trainers.setup import training_rows
 

@@ -10,7 +10,6 @@ from datasets import Dataset
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.seeds import COLUMN, Mixture
-from agile_trainers.rollout.spec import EpisodeSpec
 
 _STREAMED = 1000
 """Number of rows of a stream that are read before training."""
@@ -84,14 +83,6 @@ def with_column(mixture: Mixture | None, columns: Mapping[str, Sequence[str]]) -
     """Return the columns that reward functions get, by data set; several environments add the column of their names."""
     own = [] if mixture is None else [COLUMN]
     return {dataset: [*names, *(name for name in own if name not in names)] for dataset, names in columns.items()}
-
-
-def with_names(rows: Sequence[Mapping[str, Any]], specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
-    """Add the column that names each episode's environment to the rows, in a run of several environments."""
-    return [
-        dict(row) if spec.environment is None else {**row, COLUMN: spec.environment}
-        for row, spec in zip(rows, specs, strict=True)
-    ]
 
 
 def _first_of_each(mixture: Mixture, rows: Any, where: str) -> dict[str, dict[str, Any]]:
