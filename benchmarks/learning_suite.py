@@ -57,9 +57,13 @@ LAST = 10
 STUDIED = (
     "num_iterations", "steps_per_generation", "epsilon", "epsilon_high", "scale_rewards", "entropy_coef", "beta",
     "use_adaptive_entropy", "entropy_target", "max_grad_norm", "advantage_granularity", "loss_type", "adam_beta2",
-    "advantage_baseline",
+    "advantage_baseline", "replay_successes", "demonstration_loss", "demonstration_coef",
 )  # fmt: skip
 """Options whose values are part of a saved training of ours."""
+ADDED: dict[str, Any] = {
+    "advantage_baseline": "mean", "replay_successes": 0, "demonstration_loss": "advantage_sft", "demonstration_coef": 1.0,
+}
+"""Values of options that came after the first trainings, whose lines lack them."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}
 """The defaults before this suite, where they differ."""
 HALVES = {"chosen": CHOSEN, "held out": HELD_OUT}
@@ -133,7 +137,7 @@ def find(runs: Sequence[Run], side: str, task: str, rate: float, seed: int, opti
     for run in runs:
         same = (run["side"], run["task"], run["rate"], run["seed"]) == (side, task, rate, seed)
         # An option that a later version added was at its default.
-        if same and (side != "ours" or {**options, **run["options"]} == options):
+        if same and (side != "ours" or {**ADDED, **run["options"]} == options):
             return run
     return None
 

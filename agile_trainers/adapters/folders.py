@@ -116,7 +116,7 @@ _HEALTH = Fields(
 POSITION_FORM = Fields(
     {
         "generation": Count, "position": Count, "pass_tokens": (Count, None), "rows": (Count, None),
-        "geometry": Fields({"processes": Count}, required=("processes",)),
+        "successes": Count, "geometry": Fields({"processes": Count}, required=("processes",)),
         "watch": (Fields({}, only=True), _HEALTH),
         "skipped_steps": Fields({"skipped": Count, "in_a_row": Count}, only=True),
         "packing": Fields({"checked": bool, "refused": (str, None)}, only=True),
@@ -125,6 +125,12 @@ POSITION_FORM = Fields(
     required=("generation", "position", "geometry"),
 )  # fmt: skip
 """``rollout/position.json``."""
+SUCCESSES_FORM = Fields(
+    {"kept": {str: Fields({"worth": (NUMBER, None), "rewards": [(NUMBER, None)], "episode": str},
+                          required=("worth", "rewards", "episode"), only=True)}},
+    required=("kept",),
+)  # fmt: skip
+"""``rollout/successes.json``."""
 
 
 def misfits(value: Any, form: Any, where: str = "") -> Iterator[Misfit]:

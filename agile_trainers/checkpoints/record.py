@@ -21,7 +21,15 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
+from agile_trainers.adapters.folders import (
+    RECORD,
+    SUCCESSES_FORM,
+    CheckpointError,
+    read_form,
+    read_json,
+    read_record,
+    write_json,
+)
 from agile_trainers.adapters.loading import SavedAdapters, parent_of, read_config
 from agile_trainers.adapters.lora_settings import lora_settings
 from agile_trainers.adapters.roles import POLICY, REFERENCE, base_model
@@ -64,6 +72,8 @@ _ROLLOUT, _POSITION = "rollout", "position.json"
 """Subfolder and index of the rollout buffer. Loaders of whole models take every safetensors file of the main folder."""
 _SNAPSHOTS = "snapshots.safetensors"
 """Adapters that play batches ahead."""
+_SUCCESSES = "successes.json"
+"""Episodes that may take places in groups. They are not in the index, which is pushed to the Hub."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 """Options that must be the same for a half-used rollout buffer to be valid."""
 _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -93,6 +103,8 @@ class RolloutState:
     """State of a :class:`~agile_trainers.step.play.GroupRollouts`."""
     ahead: AheadState | None = None
     """Batches that are played ahead; None without any."""
+    successes: dict[str, Any] = field(default_factory=dict)
+    """State of a :class:`~agile_trainers.step.successes.Successes`."""
 
 
 @dataclass
@@ -268,6 +280,11 @@ class RunCheckpoints:
                 f"{folder} was pushed without the episodes that it had begun ahead of their update, so the run cannot "
                 f"resume exactly. Resume from a copy that was not pushed, or start a new run with model={str(folder)!r}."
             )
+        if position.get("successes") and not (folder / _ROLLOUT / _SUCCESSES).is_file():
+            raise CheckpointError(
+                f"{folder} was pushed without the successes that it kept, so the run cannot resume exactly. Resume from a "
+                f"copy that was not pushed, or start a new run with model={str(folder)!r}."
+            )
         if position["position"] or position.get("ahead"):
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
@@ -426,6 +443,8 @@ class RunCheckpoints:
                 flat = {f"{version}/{name}": weight for version, named in versions for name, weight in named.items()}
                 save_file(flat, folder / _ROLLOUT / _SNAPSHOTS)
         if self._args.should_save:
+            if rollout.successes:
+                write_json(folder / _ROLLOUT / _SUCCESSES, {"kept": rollout.successes})
             state = {
                 "generation": generation,
                 "position": position,
@@ -435,6 +454,7 @@ class RunCheckpoints:
                 "rows": rollout.rows,
                 "packing": rollout.packing,
                 "tasks": rollout.tasks,
+                "successes": len(rollout.successes),
                 "ahead": [] if rollout.ahead is None else [one["generation"] for one in rollout.ahead.batches],
                 "geometry": self._geometry(),
             }
@@ -459,7 +479,9 @@ class RunCheckpoints:
         ahead = self._load_ahead(folder)
         others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens"), state.get("rows")
         packing, tasks = state.get("packing", {}), state.get("tasks", {})
-        return RolloutState(steps, micro_batches, *others, episodes, packing, tasks, ahead)
+        there = state.get("successes")
+        successes = read_form(folder / _SUCCESSES, SUCCESSES_FORM)["kept"] if there else {}
+        return RolloutState(steps, micro_batches, *others, episodes, packing, tasks, ahead, successes)
 
     @property
     def _ahead_file(self) -> str:

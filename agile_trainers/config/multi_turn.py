@@ -274,6 +274,11 @@ class MultiTurnConfig(GRPOConfig):
     demonstrations_per_group: int = option(
         1, "Places that demonstrations take, of each group; without groups, of each generation batch."
     )
+    replay_successes: int = option(
+        0,
+        "Rows of the data set whose last success is kept. Where all members of a group fail, it takes the place of one and "
+        "is trained on [as a demonstration](demonstrations.md#a-runs-own-successes).",
+    )
     demonstration_loss: str = option(
         ADVANTAGE_SFT,
         "Treatment of an expert's tokens: `advantage_sft` weighs them by the advantage; `weighted` also by the policy's "

@@ -307,7 +307,7 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead"),
+    at_least(0, "batches_ahead", "replay_successes"),
     positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
@@ -528,6 +528,10 @@ def _demonstrates(args: Any) -> bool:
     return args.demonstrations is not None
 
 
+def _learns_from_others(args: Any) -> bool:
+    return args.demonstrations is not None or args.replay_successes > 0
+
+
 def _uses_reference(args: Any) -> bool:
     return bool(args.beta != 0.0)
 
@@ -625,9 +629,10 @@ _TEACHER = (
 )  # fmt: skip
 
 _DEMONSTRATIONS = (
+    acts_with("demonstrations", _demonstrates, "demonstrations_per_group", needed="demonstrations"),
     acts_with(
-        "demonstrations", _demonstrates, "demonstrations_per_group", "demonstration_loss",
-        "demonstration_coef", needed="demonstrations",
+        "demonstrations", _learns_from_others, "demonstration_loss", "demonstration_coef",
+        needed="demonstrations or replay_successes",
     ),
     Rule(
         ("demonstrations_per_group",),
@@ -644,9 +649,23 @@ _DEMONSTRATIONS = (
         "demonstrations={value!r} have no effect: {args.__class__.__name__} does not train on rewards, which say what a "
         "demonstration is worth. Leave demonstrations unset, or pass teacher to another algorithm.",
     ),
-    excludes("demonstrations", _demonstrates, "whiten_advantages", why="which would be over own episodes alone"),
-    excludes("kl_placement", ("reward", "advantage"), "demonstrations", why="whose tokens have no reference there"),
-    excludes("drift_correction", (drift.DECISION,), "demonstrations", why="which no earlier policy has played"),
+    Rule(
+        ("replay_successes",),
+        lambda args, value: not value or (args.rewarded and not args.groupless and args.num_generations > 2),
+        "replay_successes={value} acts in groups of at least three, whose own episodes are compared with each other, and "
+        "{args.__class__.__name__} with num_generations={args.num_generations} has none. Leave it unset.",
+    ),
+    excludes("demonstrations", _demonstrates, "replay_successes", why="which take the same places"),
+    excludes(
+        "whiten_advantages", (True,), "demonstrations", "replay_successes", why="which would be over own episodes alone"
+    ),
+    excludes(
+        "kl_placement", ("reward", "advantage"), "demonstrations", "replay_successes",
+        why="whose tokens have no reference there",
+    ),
+    excludes(
+        "drift_correction", (drift.DECISION,), "demonstrations", "replay_successes", why="which no earlier policy has played"
+    ),
     excludes("task_sampling", ("adaptive",), "demonstrations", why="which make every group informative"),
 )  # fmt: skip
 
@@ -798,6 +817,12 @@ BY_HAND: tuple[Rule, ...] = (
         ("demonstrations",),
         lambda args, value: value is None,
         "demonstrations={value!r} take places in the groups that train() plays; with rollout() and update() the caller "
+        "plays them. Leave it unset, or call train().",
+    ),
+    Rule(
+        ("replay_successes",),
+        lambda args, value: not value,
+        "replay_successes={value} take places in the groups that train() plays; with rollout() and update() the caller "
         "plays them. Leave it unset, or call train().",
     ),
     Rule(

@@ -125,7 +125,9 @@ class RolloutLog(TrainerCallback):
         if any(one.images for one in played.trajectories):
             self._write("images", lambda writer: writer.write_images(played.trajectories))
         # After the others, whose places `observe` knows.
-        for index, trajectory in played.discarded:
+        own = zip(played.indices, played.own[0], played.trajectories, strict=True) if played.own else ()
+        replaced = [(index, one) for index, one, trained in own if one is not trained]
+        for index, trajectory in [*played.discarded, *replaced]:
             self._add(generation, step, index, trajectory)
 
     def _add(self, generation: int, step: int, index: int, trajectory: Trajectory, **of_turns: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plays the groups of a generation batch, and replaces zero-advantage groups by fresh ones."""
+"""Plays the groups of a generation batch, and replaces zero-advantage groups by fresh ones, or failures by successes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from agile_trainers.step.ahead import BatchesAhead
 from agile_trainers.step.credit import CreditAssignment, Judged
 from agile_trainers.step.draws import EpisodeDraws, Row
 from agile_trainers.step.reward import Rewards, not_scored
+from agile_trainers.step.successes import Successes
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import Picture, Trajectory, TurnBatch
@@ -109,6 +110,8 @@ class PlayedGroups:
     discarded: list[tuple[int, Trajectory]] = field(default_factory=list)
     """Index and episode of the groups that were replaced."""
     metrics: dict[str, float] = field(default_factory=dict)
+    own: tuple[list[Trajectory], torch.Tensor] | None = None
+    """:attr:`trajectories` and :attr:`rewards` before successes took places among them; None if none did."""
 
 
 class GroupRollouts:
@@ -128,6 +131,7 @@ class GroupRollouts:
         collator: Makes their batch.
         credit: Applies the credit rule, which says which groups are zero-advantage groups.
         ahead: Plays batches ahead of their updates, with ``batches_ahead``; None without.
+        successes: Keeps successes, with ``replay_successes``; None without.
     """
 
     def __init__(
@@ -140,12 +144,13 @@ class GroupRollouts:
         collator: Collator,
         credit: CreditAssignment,
         ahead: BatchesAhead | None = None,
+        successes: Successes | None = None,
     ) -> None:
         self._args, self._accelerator, self._draws = args, accelerator, draws
         self._runner, self._rewards, self._collator, self._credit = runner, rewards, collator, credit
         self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
-        self.tasks, self.ahead = draws.tasks, ahead
+        self.tasks, self.ahead, self.successes = draws.tasks, ahead, successes
         self.discarded = 0
         """Episodes that the run played and discarded so far, over all processes."""
 
@@ -169,6 +174,12 @@ class GroupRollouts:
             generation: Index of the batch in the run.
             last: Index of the run's last one.
         """
+        played = self._play(inputs, generation, last)
+        if self.successes is not None:
+            self._replay(played, self.successes)
+        return played
+
+    def _play(self, inputs: list[Row], generation: int, last: int) -> PlayedGroups:
         if self.ahead is not None:
             with self._runner.timed():
                 first, trajectories, version = self.ahead.play(generation, last)
@@ -187,6 +198,20 @@ class GroupRollouts:
             self._resample(played, inputs, generation)
         played.metrics |= self.tasks.metrics()
         return played
+
+    def _replay(self, played: PlayedGroups, successes: Successes) -> None:
+        """Let successes take their places, in place."""
+        taken, metrics = successes.exchange(played.trajectories, played.rewards, self._rewards.totals(played.rewards))
+        played.metrics |= metrics
+        if not taken.rewards:
+            return
+        played.own, played.judged = (played.trajectories, played.rewards), None
+        played.trajectories, played.rewards = list(played.trajectories), played.rewards.clone()
+        for place, trajectory in taken.episodes.items():
+            played.trajectories[place] = trajectory
+        for place, rewards in taken.rewards.items():
+            played.rewards[place] = played.rewards.new_tensor(rewards)
+        played.batch = self._batch(played.trajectories, played.rewards)
 
     def _rewarded(self, trajectories: list[Trajectory], rows: list[Row]) -> PlayedGroups:
         own = own_rows(self._accelerator, len(trajectories))

@@ -69,6 +69,7 @@ from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
+from agile_trainers.step.successes import Successes
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
 from agile_trainers.step.teacher import LoadedTeacher, Teacher
 from agile_trainers.step.token_batches import TokenBatches, remember_attributes
@@ -409,7 +410,11 @@ def _make_step(
         closing.callback(ahead.close)
     end_token = trainer.eos_token_ids[0]
     collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device, encode)
-    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead)
+    successes = None
+    if args.replay_successes:
+        check_replays(setup, shows_images=encode is not None)
+        successes = Successes(args.replay_successes, args.num_generations, accelerator)
+    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead, successes)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
     if args.has_critic:
@@ -421,7 +426,7 @@ def _make_step(
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
     teacher, demonstrated = None, None
-    if args.demonstrations is not None:
+    if args.demonstrations is not None or args.replay_successes:
         demonstrated = DemonstrationLoss(args, accelerator, own_loss=trainer.loss is not None)
     if taught:
         teacher = Teacher(
@@ -471,6 +476,21 @@ def _experts(
     return experts.placed
 
 
+def check_replays(setup: RunSetup, *, shows_images: bool) -> None:
+    """Check that successes can take places later, which ``replay_successes`` needs.
+
+    Raises:
+        ValueError: If no row says that a start comes again, or episodes hold images.
+    """
+    if not setup.rows_are_options:
+        raise ValueError(
+            "replay_successes keeps successes by the row of train_dataset that they started from, and this run has none: no "
+            "start comes a second time. Pass train_dataset, or leave replay_successes unset."
+        )
+    if shows_images:
+        raise ValueError("replay_successes keeps episodes as text, and these hold images. Leave it unset.")
+
+
 def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:
     """Collect what a checkpoint holds of a run beside its weights.
 
@@ -484,6 +504,7 @@ def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> 
     rollout.rows = parts.sampler.rows
     rollout.packing, rollout.tasks = dict(vars(parts.packer.state)), parts.rollouts.state()
     rollout.ahead = None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()
+    rollout.successes = {} if parts.rollouts.successes is None else parts.rollouts.successes.state()
     return rollout
 
 
@@ -502,6 +523,8 @@ def restore_state(parts: RunParts, rollout: RolloutState) -> None:
     parts.rollouts.restore(rollout.tasks)
     if parts.rollouts.ahead is not None and rollout.ahead is not None:
         parts.rollouts.ahead.restore(rollout.ahead)
+    if parts.rollouts.successes is not None:
+        parts.rollouts.successes.restore(rollout.successes)
 
 
 def _switch_off_noise(args: MultiTurnConfig, accelerator: Accelerator, *models: Any) -> None:

@@ -502,7 +502,7 @@ class MultiTurnTrainer(_Trainer):
 
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
-        trajectories, rewards = played.trajectories, played.rewards
+        trajectories, rewards = played.own or (played.trajectories, played.rewards)
         own = [trajectory for trajectory in trajectories if not trajectory.demonstration]
         self._add_metrics(self.health.measure(generation, own, self._models))
         seconds = self.runner.seconds
@@ -512,7 +512,7 @@ class MultiTurnTrainer(_Trainer):
         # As TRL does: a count of the whole run, of which a log shows the last and not the mean.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         advantages, mask = made.credit.advantages, made.judged.turns.mask
-        self.episode_log.fill_tables(self._logs, trajectories, rewards, advantages, mask)
+        self.episode_log.fill_tables(self._logs, played.trajectories, played.rewards, advantages, mask)
 
     def _open_mismatch(self, batch: TurnBatch, log_probs: BatchLogProbs, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
