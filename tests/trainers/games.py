@@ -46,6 +46,24 @@ class OneTurn(Chatter):
         return observation
 
 
+class Lucky(OneTurn):
+    """Pays for one answer of five, by chance, in one turn."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, _, *others, _ = super().step(action)
+        won = sum(map(ord, action)) % 5 == 4
+        return observation, float(won), *others, {"success": won}
+
+
+class Rarely(Lucky):
+    """Pays for one answer of ten."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, *others, _ = super().step(action)
+        won = reward * (sum(map(ord, action)) % 2 == 0)
+        return observation, float(won), *others, {"success": won > 0}
+
+
 class Long(Chatter):
     """The same for four turns."""
 
