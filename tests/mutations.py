@@ -70,6 +70,7 @@ LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 KEPT = "tests/objectives/test_kept_sets.py"
+REPLAYED = "tests/trainers/test_successes.py"
 SHOWN, SHOWN_ENUMERATED = "tests/trainers/test_demonstrations.py", "tests/trainers/test_demonstration_enumeration.py"
 JUDGES, JUDGED = "tests/judges/test_judges.py", "tests/trainers/test_judged_runs.py"
 TEACHER, TEACHER_ENUMERATED = "tests/trainers/test_teacher.py", "tests/trainers/test_teacher_enumeration.py"
@@ -791,6 +792,44 @@ MUTATIONS = [
     Mutation(
         "a batch of demonstrations without own tokens", "train_batch.py",
         "if not (kept & own).any():", "if not kept.any():", f"{SHOWN} -k own_episodes",
+    ),
+    Mutation(
+        "a success of another start", "step/successes.py",
+        "[trajectory.environment_name, trajectory.options]", "[]", f"{REPLAYED} -k its_start",
+    ),
+    Mutation(
+        "a success in the place of an episode with an advantage", "step/successes.py", "< ALIKE:", "< inf:",
+        f"{REPLAYED} -k something_to_learn",
+    ),
+    Mutation(
+        "the oldest success leaves, not the start that succeeded least recently", "step/successes.py",
+        "self._kept.pop(start, None)", "pass", f"{REPLAYED} -k least_recently",
+    ),
+    Mutation(
+        "a success that nothing rewards", "step/successes.py",
+        "if not isnan(one.reward)]", "]", f"{REPLAYED} -k nothing_rewards",
+    ),
+    Mutation(
+        "a success in the first place of a group", "step/successes.py",
+        "taking[first + len(group) - 1] = start", "taking[first] = start", f"{REPLAYED} -k last_place",
+    ),
+    Mutation(
+        "credit from before a success took its place", "step/play.py",
+        "(played.trajectories, played.rewards), None", "(played.trajectories, played.rewards), played.judged",
+        f"{REPLAYED} -k logged_apart",
+    ),
+    Mutation(
+        "a replaced episode left out of the success rate", "trainers/trainer.py",
+        "played.own or (played.trajectories, played.rewards)", "(played.trajectories, played.rewards)",
+        f"{REPLAYED} -k logged_apart",
+    ),
+    Mutation(
+        "a replaced episode left out of the records", "monitor/rollout_log.py",
+        "if one is not trained]", "if False]", f"{REPLAYED} -k logged_apart",
+    ),
+    Mutation(
+        "a resumed run without its successes", "trainers/setup.py",
+        "parts.rollouts.successes.restore(rollout.successes)", "pass", f"{REPLAYED} -k goes_on",
     ),
     Mutation(
         "a policy over all tokens under a filter", "objectives/kept_sets.py",

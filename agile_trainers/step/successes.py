@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf, isfinite, isnan, nan
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 
 ALIKE = 1e-6
 """Difference of rewards below which a group has no spread."""
+_NUMBERS = ("prompt_ids", "completion_ids", "sampling_logprobs", "paths")
+"""Fields of an episode that are JSON as they are; to walk through them takes as long as the rest."""
 
 
 class Told(NamedTuple):
@@ -166,10 +168,12 @@ def _number(value: float | None, missing: float) -> float:
 
 def written(trajectory: Trajectory) -> str:
     """Return an episode as JSON, without its instance of the environment."""
-    fields = asdict(replace(trajectory, environment=None, read_again=None, kept=None, pictures=None))
+    plain = Plain(items=1 << 62)
+    fields = vars(trajectory) | {"environment": None, "read_again": None, "pictures": None}
+    fields["turns"] = [vars(turn) for turn in trajectory.turns]
     if trajectory.kept is not None:
         fields["kept"] = [b64encode(kept).decode() for kept in trajectory.kept]
-    return json.dumps(Plain(items=1 << 62)(fields))
+    return json.dumps({name: value if name in _NUMBERS else plain(value) for name, value in fields.items()})
 
 
 def read(text: str) -> Trajectory:

@@ -162,9 +162,10 @@ def test_a_played_episode_is_kept_to_the_bit(embedded_model, tmp_path, changes) 
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 
-def test_it_is_trained_on_with_its_own_probabilities_and_logged_apart(embedded_model, tmp_path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"task_column": "number"}], ids=str)
+def test_it_is_trained_on_with_its_own_probabilities_and_logged_apart(embedded_model, tmp_path, changes) -> None:
     """Success and returns are of the episodes that were played, the replaced one among them."""
-    trainer = make(embedded_model, tmp_path, max_steps=8)
+    trainer = make(embedded_model, tmp_path, max_steps=8, **changes)
     trainer.train()
     logs = [one for one in trainer.state.log_history if "replay/groups" in one]
     assert len(logs) == 8 and logs[0]["replay/groups"] == 0.0
