@@ -3038,8 +3038,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the update trains on the groups that were replaced", "step/play.py",
-        "played.batch = self._batch(played.trajectories, played.rewards)",
-        "self._batch(played.trajectories, played.rewards)",
+        "played.batch = self._batch(played.trajectories, played.rewards)\n        # The whole",
+        "self._batch(played.trajectories, played.rewards)\n        # The whole",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(

@@ -876,9 +876,9 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,
-        "The groups of these starts have no gradient. Begin again with entropy_coef (0.01 to 0.05) or a lower "
-        "learning_rate, so that they are not given up before they are learned.",
-        ("entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
+        "The groups of these starts have no gradient. Set replay_successes where starts are rows, so that one success is "
+        "enough, or begin again with entropy_coef (0.01 to 0.05) or a lower learning_rate.",
+        ("replay_successes", "entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
     ),
     HealthCheck(
         "zero_advantage_groups", (*_EPISODES, "entropy"), _zero_advantage,

@@ -93,11 +93,18 @@ class Successes:
         told = gather_object([_told(one, total) for one, total in zip(trajectories, numbers, strict=True)])
         taking, best = self._compare([Told(*one) for one in told])
         taken = Taken(
-            {place - own.start: read(self._kept[start].episode) for place, start in taking.items() if place in here},
+            {
+                place - own.start: kept_episode(self._kept[start].episode)
+                for place, start in taking.items()
+                if place in here
+            },
             {place: self._kept[start].rewards for place, start in taking.items()},
         )
         fresh = [
-            (told[place][0], Kept(told[place][1], rewards[place].tolist(), written(trajectories[place - own.start])))
+            (
+                told[place][0],
+                Kept(told[place][1], rewards[place].tolist(), episode_json(trajectories[place - own.start])),
+            )
             for place in best
             if place in here
         ]
@@ -143,7 +150,7 @@ class Successes:
             ValueError: If an episode in it cannot be read.
         """
         for one in state.values():
-            read(one["episode"])
+            kept_episode(one["episode"])
         self._kept = {
             start: Kept(_number(one["worth"], inf), [_number(reward, nan) for reward in one["rewards"]], one["episode"])
             for start, one in state.items()
@@ -166,7 +173,7 @@ def _number(value: float | None, missing: float) -> float:
     return missing if value is None else value
 
 
-def written(trajectory: Trajectory) -> str:
+def episode_json(trajectory: Trajectory) -> str:
     """Return an episode as JSON, without its instance of the environment."""
     plain = Plain(items=1 << 62)
     fields = vars(trajectory) | {"environment": None, "read_again": None, "pictures": None}
@@ -176,8 +183,8 @@ def written(trajectory: Trajectory) -> str:
     return json.dumps({name: value if name in _NUMBERS else plain(value) for name, value in fields.items()})
 
 
-def read(text: str) -> Trajectory:
-    """Return the episode that :func:`written` wrote, as a demonstration.
+def kept_episode(text: str) -> Trajectory:
+    """Return the episode that :func:`episode_json` wrote, as a demonstration.
 
     Raises:
         ValueError: If it is none.

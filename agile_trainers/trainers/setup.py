@@ -410,10 +410,7 @@ def _make_step(
         closing.callback(ahead.close)
     end_token = trainer.eos_token_ids[0]
     collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device, encode)
-    successes = None
-    if args.replay_successes:
-        check_replays(setup, shows_images=encode is not None)
-        successes = Successes(args.replay_successes, args.num_generations, accelerator)
+    successes = _kept_successes(args, setup, accelerator, shows_images=encode is not None)
     rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead, successes)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
@@ -476,12 +473,16 @@ def _experts(
     return experts.placed
 
 
-def check_replays(setup: RunSetup, *, shows_images: bool) -> None:
-    """Check that successes can take places later, which ``replay_successes`` needs.
+def _kept_successes(
+    args: MultiTurnConfig, setup: RunSetup, accelerator: Accelerator, *, shows_images: bool
+) -> Successes | None:
+    """Return what keeps the successes of a run; None without ``replay_successes``.
 
     Raises:
         ValueError: If no row says that a start comes again, or episodes hold images.
     """
+    if not args.replay_successes:
+        return None
     if not setup.rows_are_options:
         raise ValueError(
             "replay_successes keeps successes by the row of train_dataset that they started from, and this run has none: no "
@@ -489,6 +490,7 @@ def check_replays(setup: RunSetup, *, shows_images: bool) -> None:
         )
     if shows_images:
         raise ValueError("replay_successes keeps episodes as text, and these hold images. Leave it unset.")
+    return Successes(args.replay_successes, args.num_generations, accelerator)
 
 
 def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> RolloutState:

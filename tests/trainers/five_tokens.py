@@ -201,3 +201,14 @@ def probabilities(world: Any) -> torch.Tensor:
 @cache  # a model is made ready once
 def forward_of(model: Any, temperature: float) -> PackedForward:
     return PackedForward(model, KeptHead(temperature))
+
+
+PAID_LAYOUTS = {"one token": (1,), "two turns": (1, 1), "two tokens": (2,)}
+
+
+def rewarded(lengths: tuple[int, ...]) -> Stopping:
+    """All episodes, whose last turn is paid by an arbitrary table: half of them nothing."""
+    world = Stopping.of(policy(2, 1.0), SamplingSettings(), lengths)
+    for number, episode in enumerate(world.episodes):
+        episode.turns[-1].reward = float((number * 7 + 3) % 4) / 2 if number % 2 else 0.0
+    return world

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from enumerated import grpo, relative_error
-from five_tokens import END, VOCAB, Stopping, forward_of, policy, probabilities, taken
+from five_tokens import END, PAID_LAYOUTS, VOCAB, Stopping, forward_of, policy, probabilities, rewarded, taken
 
 from agile_trainers.objectives.demonstrations import (
     ADVANTAGE_SFT,
@@ -28,21 +28,10 @@ from agile_trainers.objectives.demonstrations import (
 )
 from agile_trainers.packing.packer import PackingState
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.generators import SamplingSettings
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.train_batch import DEMONSTRATED
 from agile_trainers.types import Trajectory
-
-LAYOUTS = {"one token": (1,), "two turns": (1, 1), "two tokens": (2,)}
-
-
-def rewarded(lengths: tuple[int, ...]) -> Stopping:
-    """All episodes, whose last turn is paid by an arbitrary table: half of them nothing."""
-    world = Stopping.of(policy(2, 1.0), SamplingSettings(), lengths)
-    for number, episode in enumerate(world.episodes):
-        episode.turns[-1].reward = float((number * 7 + 3) % 4) / 2 if number % 2 else 0.0
-    return world
 
 
 def shown(world: Stopping, log_probs: torch.Tensor) -> list[Trajectory]:
@@ -65,7 +54,7 @@ def advantages(returns: tuple[float, ...], reached: tuple[bool, ...]) -> list[fl
 @cache
 def expected_credit(layout: str, supervised: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, K) of own episodes, and of the expert's: by the definition, over all groups of two and one."""
-    world = rewarded(LAYOUTS[layout])
+    world = rewarded(PAID_LAYOUTS[layout])
     own, turns = probabilities(world).detach(), len(world.lengths)
     ours, theirs = (torch.zeros(len(world.episodes), turns, dtype=torch.float64) for _ in range(2))
     returns = [episode.episode_return for episode in world.episodes]  # all of it comes with the last turn
@@ -97,12 +86,12 @@ def trained_credit(
     return torch.einsum("j,ijk->ik", own, found[:, :, 0, 0]), theirs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PAID_LAYOUTS)
 @pytest.mark.parametrize("treatment", [*TREATMENTS, "unknown"])
 def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Path, treatment: str, layout: str) -> None:
     known = treatment != "unknown"
     treatment = treatment if known else WEIGHTED
-    world, coefficient = rewarded(LAYOUTS[layout]), 0.7
+    world, coefficient = rewarded(PAID_LAYOUTS[layout]), 0.7
     log_q = taken(world, world.log_softmax(policy(1, 1.0))).detach()
     q = log_q.sum(1).exp()
     demonstrations = shown(world, log_q if known else torch.zeros_like(log_q))

@@ -15,10 +15,9 @@ from accelerate import Accelerator
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, check_resumed, weights
 from datasets import Dataset
 from enumerated import grpo, relative_error
-from five_tokens import END, forward_of, probabilities, taken
-from games import Chatter, Lucky, Rarely, make_trainer
+from five_tokens import END, PAID_LAYOUTS, forward_of, probabilities, rewarded, taken
+from games import Chatter, Lucky, make_trainer
 from recorded import recorded
-from test_demonstration_enumeration import LAYOUTS, rewarded
 
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.checkpoints.integrity import mark_complete
@@ -27,7 +26,7 @@ from agile_trainers.packing.packer import PackingState
 from agile_trainers.rollout.collate import collate
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.log_probs import BatchLogProbs
-from agile_trainers.step.successes import Successes, Taken, read, written
+from agile_trainers.step.successes import Successes, Taken, episode_json, kept_episode
 from agile_trainers.train_batch import DEMONSTRATED
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -151,7 +150,7 @@ def test_a_played_episode_is_kept_to_the_bit(embedded_model, tmp_path, changes) 
     """With the paths of an agent, and the sets of a filter."""
     played = make_trainer(embedded_model, tmp_path, **changes).rollout()
     for one in played:
-        again = read(written(one))
+        again = kept_episode(episode_json(one))
         assert again.demonstration and not one.demonstration
         again.demonstration = False
         assert again == one and (again.paths, again.kept) == (one.paths, one.kept)
@@ -230,10 +229,10 @@ def test_a_lost_start_is_learned_again(embedded_model, tmp_path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_iterations": 2},
+        {"num_iterations": 2, "max_steps": 20},
         {"batches_ahead": 1},
         {"environment": Silent, "demonstration_loss": WEIGHTED},
-        {"resample_zero_advantage_groups": 1, "environment": Rarely},
+        {"resample_zero_advantage_groups": 1},
         {"task_column": "number", "task_sampling": "adaptive"},
     ],
     ids=str,
@@ -241,11 +240,11 @@ def test_a_lost_start_is_learned_again(embedded_model, tmp_path) -> None:
 def test_a_killed_run_goes_on(embedded_model, tmp_path, changes) -> None:
     """In the middle of a generation batch too, to the bit."""
     options = {
-        "max_steps": 6, "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch",
-        "learning_rate": 1e-2, **SAVING, **changes,
+        "max_steps": 10, "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch",
+        "learning_rate": 1e-4, **SAVING, **changes,
     }  # fmt: skip
     whole, _ = check_resumed(lambda name, **more: make(embedded_model, tmp_path / name, **options, **more), 5)
-    assert any(one.get("replay/groups") for one in whole.state.log_history)
+    assert any(one.get("replay/groups") for one in whole.state.log_history if one["step"] > 6), "nothing was replayed"
 
 
 def test_a_checkpoint_that_lacks_them_or_holds_others_is_refused(embedded_model, tmp_path) -> None:
@@ -299,7 +298,7 @@ def test_by_hand_the_caller_plays(embedded_model, tmp_path) -> None:
 # --------------------------------------------------------------------------------------------------------- enumeration
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PAID_LAYOUTS)
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Path, treatment: str, layout: str) -> None:
     """Over *all* groups of three own episodes, each likely as the policy makes it; those that fail get the kept one.
@@ -307,14 +306,14 @@ def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Pat
     The expectation is by plain Python: in a group of returns that differ, each minus their mean; in one that fails, the kept
     return minus the mean of two failures and itself. The kept one was played by another policy.
     """
-    world, coefficient = rewarded(LAYOUTS[layout]), 0.7
+    world, coefficient = rewarded(PAID_LAYOUTS[layout]), 0.7
     returns = [one.episode_return for one in world.episodes]
     p, count = probabilities(world).detach(), len(world.episodes)
     for one, paid in zip(world.episodes, returns, strict=True):
         one.options, one.turns[-1].info = {"number": 0}, {"success": paid > 0}
     chosen = max(range(count), key=lambda one: (returns[one], one))
     log_q = (taken(world, world.log_softmax(world.model)).detach() * 0.5)[chosen]
-    source = read(written(world.episodes[chosen]))
+    source = kept_episode(episode_json(world.episodes[chosen]))
     source.sampling_logprobs = log_q.tolist()[: len(source.completion_ids)]
 
     kept = successes(members=3)
