@@ -161,8 +161,7 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
                 "algorithm": "grpo",
                 "dataset": str(output / "secrets.jsonl"),
                 "learning_rate": 3e-3,
-                "max_steps": round(150 * scale),
-                "num_iterations": 1,  # as its figures were measured
+                "max_steps": round(300 * scale),
                 "max_turns": GUESSES,
                 "max_new_tokens": 2,
                 "advantage_granularity": "trajectory",

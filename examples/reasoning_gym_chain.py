@@ -62,7 +62,6 @@ def make_trainer(model: str, tiny: bool, output_dir: Path, seed: int, rl_steps: 
             num_generations=4,  # small groups, since many questions help more than many answers to each
             per_device_train_batch_size=256 if tiny else 16,
             max_steps=rl_steps,
-            num_iterations=1,  # as its figures were measured
             learning_rate=1e-3 if tiny else 1e-6,
             entropy_coef=0.01,  # keeps the policy from repeating one answer
             beta=0.0,
@@ -82,7 +81,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/reasoning_gym_chain"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_rows", type=int, default=1000, help="answered questions shown to the tiny model")
-    parser.add_argument("--rl_steps", type=int, default=160)
+    parser.add_argument("--rl_steps", type=int, default=320)
     options = parser.parse_args()
     started, tiny = time.perf_counter(), options.model is None
     model = str(tiny_model(options.output_dir, options.seed, options.sft_rows)) if tiny else options.model

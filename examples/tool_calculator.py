@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/tool_calculator"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=400)
-    parser.add_argument("--rl_steps", type=int, default=60)
+    parser.add_argument("--rl_steps", type=int, default=120)
     options = parser.parse_args()
     tiny = options.model is None
     model = str(tiny_model(options.output_dir, options.seed, options.sft_steps, 32)) if tiny else options.model
@@ -65,7 +65,6 @@ def main() -> None:
             num_generations=8,
             per_device_train_batch_size=96 if tiny else 16,
             max_steps=options.rl_steps,
-            num_iterations=1,  # as its figures were measured
             learning_rate=3e-3 if tiny else 1e-5,
             lr_scheduler_type="constant",
             entropy_coef=0.005 if tiny else 0.0,
