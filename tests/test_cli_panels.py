@@ -470,7 +470,7 @@ def test_a_shipped_panel_of_another_release_is_refused(monkeypatch: pytest.Monke
         ),
         (["MODEL", "--compare", "A", "B"], "MODEL has no effect with --compare"),
         (["MODEL", "--environment", "agile:wordle", "--allow_difference", "top_p"], "no effect without --compare"),
-        (["MODEL"], "--environment is missing"),
+        (["MODEL"], "MODEL and --environment ID are required"),
         (["--compare", "A"], "needs at least two files of results, got 1"),
     ],
 )

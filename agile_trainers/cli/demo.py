@@ -32,7 +32,7 @@ from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.cli.early import check_output
+from agile_trainers.cli.parser import check_output
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory

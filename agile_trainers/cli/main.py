@@ -66,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: list[str], debug: bool) -> int | None:
-    importlib.import_module("agile_trainers.cli.early").check_early(command, arguments)
     if command in OWN_MODULES:
         return importlib.import_module(f"agile_trainers.cli.{OWN_MODULES[command]}").main(arguments)
     importlib.import_module("agile_trainers.cli.train").main([command, *arguments], debug=debug)

@@ -7,14 +7,17 @@ import copy
 import inspect
 import re
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from agile_trainers.cli.errors import wrapped
+from agile_trainers.cli.errors import cut, message, wrapped
 from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.config.other_names import meant
+from agile_trainers.records.plain import from_json
 
 OFTEN = (
     "model_name_or_path", "output_dir", "dataset_name", "learning_rate", "max_steps", "per_device_train_batch_size",
@@ -109,7 +112,11 @@ class Parser(TrlParser):
         return super().set_defaults_with_config(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Print an error in the options and exit with code 2."""
+        """Print an error in the options and exit with code 2. A beginning of several may be a name of another library."""
+        if message.startswith("ambiguous option: "):
+            name = message.split()[2]
+            answer = meant(name, [known for action in self._actions for known in action.option_strings], count=0)
+            message = f"there is no option {name}{answer}" if answer else message
         print(wrapped(f"usage: {self.usage}\n{self.prog}: error: {message}"), file=sys.stderr)
         raise SystemExit(2)
 
@@ -193,3 +200,47 @@ def _kind(action: argparse.Action) -> str:
 
 def _split(option: str) -> list[str]:
     return ["--config", option.partition("=")[2]] if option.startswith("--config=") else [option]
+
+
+def environment_arguments(text: str) -> Any:
+    """Read ``environment_args``, given as text.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    try:
+        return from_json(text, written=True)
+    except ValueError as error:
+        raise ValueError(
+            f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got {len(text)} characters that are '
+            f"none: {error}."
+        ) from error
+
+
+def check_output(folder: str | Path) -> None:
+    """Check that files can be written to a folder, which is created if it does not exist.
+
+    Raises:
+        ValueError: If the folder cannot be written to.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written to: {message(error)}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the value of an option that takes a JSON object; a ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is anything else.
+    """
+    try:
+        value = from_json(text, written=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{cut(repr(text))} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {cut(repr(text))}')
+    return value

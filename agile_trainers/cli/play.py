@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.early import json_object
+from agile_trainers.cli.parser import json_object
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation

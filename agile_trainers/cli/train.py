@@ -19,9 +19,8 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.early import check_output, environment_arguments, missing
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
-from agile_trainers.cli.parser import Parser
+from agile_trainers.cli.parser import Parser, check_output, environment_arguments
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.envs.questions.rows import read_dataset
@@ -269,16 +268,21 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
 def check_named(parser: Parser, model: ModelConfig) -> None:
     """Check that the options name a model."""
     if model.model_name_or_path is None:
-        parser.error(missing("model_name_or_path", ""))
+        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
 
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
     """Check that the options contain everything that an algorithm needs, before anything is loaded."""
     trainer = find_algorithm(algorithm)
     if script.environment is None and trainer.needs_environment:
-        parser.error(missing("environment", algorithm))
+        parser.error(
+            f"--environment is missing: {algorithm} trains on an environment's episodes, not on a data set alone."
+        )
     if trainer.config_class.has_critic and not model.use_peft:
-        parser.error(missing("use_peft", algorithm))
+        parser.error(
+            f"--use_peft is missing: {algorithm} trains policy and critic as two LoRA adapters on one base. Add --use_peft, "
+            "and --lora_target_modules all-linear to adapt every linear layer."
+        )
 
 
 def check_found(given: Any) -> None:
@@ -329,6 +333,9 @@ def launcher_options(
     found = launcher.parse_args([*launching, *module])
     if found.training_script != __spec__.name:
         parser.error(f"{found.training_script!r} belongs to no option; options begin with --, such as --max_steps 100.")
+    for name in ("num_processes", "num_machines"):
+        if (count := getattr(found, name)) is not None and count < 1:
+            parser.error(f"--{name} must be at least 1, got {count}.")
     return found
 
 

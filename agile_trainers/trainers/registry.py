@@ -22,8 +22,6 @@ class Algorithm:
     """Its trainer, as ``module.path:Class``. The configuration is the class's ``config_class``."""
     summary: str
     """One line of ``agile-trainers --help``."""
-    needs: tuple[str, ...] = ()
-    """Options that its command needs, besides the model."""
 
 
 _HERE = "agile_trainers.trainers.algorithms"
@@ -34,16 +32,12 @@ ALGORITHMS = {
     "reinforce": Algorithm(
         f"{_HERE}:MultiTurnREINFORCETrainer",
         "the same without groups, returns normalized over the batch (ReBN)",
-        ("environment",),
     ),
     "distillation": Algorithm(
         f"{_HERE}:MultiTurnDistillationTrainer",
         "trains on a teacher's log-probs alone, on the policy's own episodes",
-        ("environment", "teacher"),
     ),
-    "ppo": Algorithm(
-        f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic", ("environment", "use_peft")
-    ),
+    "ppo": Algorithm(f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic"),
 }
 """The algorithms of this package by name."""
 _registered: dict[str, type[MultiTurnTrainer]] = {}

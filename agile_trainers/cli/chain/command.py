@@ -50,8 +50,15 @@ from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, Stage, check_rows, read_pipeline, supervised_rows
-from agile_trainers.cli.early import EVOLVE
+from agile_trainers.cli.chain.stages import (
+    EVOLVE,
+    SUPERVISED,
+    Pipeline,
+    Stage,
+    check_rows,
+    read_pipeline,
+    supervised_rows,
+)
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows

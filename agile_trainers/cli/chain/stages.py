@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl import DPOConfig, SFTConfig
 
-from agile_trainers.cli.early import EVOLVE, STAGE_KEYS, check_has_dataset, check_needed_keys
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
@@ -37,6 +36,9 @@ from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages of TRL's trainers."""
+STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
+EVOLVE = "evolve"
+"""Key of a stage that is a population."""
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
     "system_prompt", "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
@@ -123,7 +125,11 @@ def parse_pipeline(content: Any) -> Pipeline:
     """
     known = ("output_dir", "model", "environment", "environment_args", "lora", "options", "evaluation", "stages")
     content = mapping(content, known, "the file")
-    check_needed_keys(content)
+    for name in ("output_dir", "model", "environment", "stages"):
+        if not content.get(name):
+            raise YAMLFileError(f"`{name}` is missing.")
+    if not isinstance(content["stages"], list):
+        raise YAMLFileError(f"`stages` must be a list, got {content['stages']!r}.")
     environment = read_environment(content)
     output = Path(str(content["output_dir"]))
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
@@ -197,8 +203,8 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         options["merge_lora_configs"] = True
     dataset = raw.get("dataset")
     arguments = mapping(raw.get("dataset_args"), None, f"{where}, `dataset_args`")
-    if algorithm in SUPERVISED:
-        check_has_dataset(raw, where)
+    if algorithm in SUPERVISED and dataset is None:
+        raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
     if dataset is not None:
         check_dataset(str(dataset), where)
     made = make_config(config, options, output / name, where)

@@ -29,9 +29,9 @@ from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
 from agile_trainers.checkpoints.model_card import add_results
-from agile_trainers.cli.early import check_output, json_object
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, show
+from agile_trainers.cli.parser import check_output, json_object
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.context import as_history

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agile_trainers.adapters.folders import write_json
-from agile_trainers.cli.early import json_object
 from agile_trainers.cli.eval.command import dataset_rows, positive_int
+from agile_trainers.cli.parser import json_object
 from agile_trainers.evaluation.panels import make_panel
 
 _ABOUT = (
