@@ -25,7 +25,7 @@ _NUMBERS = ("prompt_ids", "completion_ids", "sampling_logprobs", "paths")
 
 
 class Told(NamedTuple):
-    """What all processes need to know of an episode."""
+    """Start and worth of an episode, which all processes compare."""
 
     start: str
     """Digest of the environment and the row that it started from."""
@@ -51,9 +51,9 @@ class Taken:
     """The places that successes take in a generation batch."""
 
     episodes: dict[int, Trajectory]
-    """Of this process, by their place in it."""
+    """Successes that take places of this process, by place in it."""
     rewards: dict[int, list[float]]
-    """(F,) each, of all processes, by their place among all."""
+    """Rewards (F,) of the successes of all processes, by place among all."""
 
 
 class Successes:

@@ -381,8 +381,9 @@ def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Pat
         WEIGHTED: (log_p[chosen].detach() - log_q).exp().clamp(max=1.0),
     }[treatment] * (turn_ids[chosen] >= 0)  # fmt: skip
     exact = world.gradient(own + coefficient * (factor * kept_credit.gather(0, index[chosen]) * log_p[chosen]).sum())
-    trainer.packer.state = PackingState(checked=True, refused="padded")
-    world.model.zero_grad()
-    trainer._compute_loss(world.model, output.to_trl()).backward()
-    gradient = -torch.cat([one.grad.flatten() for one in world.model.parameters()])
-    assert relative_error(gradient, exact) < 1e-6
+    for refused in ("padded", None):
+        trainer.packer.state = PackingState(checked=True, refused=refused)
+        world.model.zero_grad()
+        trainer._compute_loss(world.model, output.to_trl()).backward()
+        gradient = -torch.cat([one.grad.flatten() for one in world.model.parameters()])
+        assert relative_error(gradient, exact) < 1e-6
