@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/agent_pydantic_ai"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=200)
-    parser.add_argument("--rl_steps", type=int, default=80)
+    parser.add_argument("--rl_steps", type=int, default=40)
     options = parser.parse_args()
     folder, seed = options.output_dir, options.seed
 
@@ -75,6 +75,7 @@ def main() -> None:
             output_dir=str(folder),
             seed=seed,
             max_steps=options.rl_steps,
+            num_iterations=1,  # as the figures of docs/tutorial/agent.md were measured
             max_turns=5,
             max_new_tokens=40,
             per_device_train_batch_size=128,
