@@ -161,7 +161,8 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
                 "algorithm": "grpo",
                 "dataset": str(output / "secrets.jsonl"),
                 "learning_rate": 3e-3,
-                "max_steps": round(300 * scale),
+                "max_steps": round(150 * scale),
+                "num_iterations": 1,  # four of each of half as many batches end at .86, .72 and .68
                 "max_turns": GUESSES,
                 "max_new_tokens": 2,
                 "advantage_granularity": "trajectory",
