@@ -11,7 +11,8 @@ from recorded import recorded
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import torch
-from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from datasets import Dataset
+from games import Chatter, Lucky, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
 from hub_push import IDS
 from hub_runs import run
 from hub_server import running_hub
@@ -80,6 +81,16 @@ def test_ten_updates_move_the_adapter_alone(
         print(
             f"\nmoved before each of 10 updates: {adapter} bytes; a full sync: {full}, {full / adapter:.1f} times as many"
         )
+
+
+def test_a_success_is_replayed_and_counts_as_no_mismatch(embedded_model: Path, tmp_path: Path) -> None:
+    """Its log-probabilities are those of the policy that sampled it, which are not compared with today's."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Lucky, train_dataset=Dataset.from_dict({"number": [0, 1]}),
+        replay_successes=2, max_steps=6, learning_rate=1.0, **VLLM,
+    )  # fmt: skip
+    trainer.train()
+    assert any(logs(trainer, "replay/groups")) and max(logs(trainer, f"{MISMATCH}/max")) < 1e-3
 
 
 def test_a_model_trained_whole_is_moved_whole(embedded_model: Path, tmp_path: Path) -> None:
