@@ -61,7 +61,10 @@ STUDIED = (
 )  # fmt: skip
 """Options whose values are part of a saved training of ours."""
 ADDED: dict[str, Any] = {
-    "advantage_baseline": "mean", "replay_successes": 0, "demonstration_loss": "advantage_sft", "demonstration_coef": 1.0,
+    "advantage_baseline": "mean",
+    "replay_successes": 0,
+    "demonstration_loss": "advantage_sft",
+    "demonstration_coef": 1.0,
 }
 """Values of options that came after the first trainings, whose lines lack them."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}
