@@ -359,7 +359,7 @@ def read_inputs(part: Batch) -> Batch:
 
 
 def exchange_rows(
-    micro_batches: list[Batch], window: int, order_of: Callable[[Batch], torch.Tensor] | None = None
+    micro_batches: list[Batch], args: Any, order_of: Callable[[Batch], torch.Tensor] | None = None
 ) -> list[Batch]:
     """Exchange rows between the micro-batches of one accumulation window so that each holds rows that belong together.
 
@@ -368,10 +368,13 @@ def exchange_rows(
 
     Args:
         micro_batches: In the order of the updates, in TRL's form.
-        window: Micro-batches of one optimizer step.
+        args: A ``MultiTurnConfig``; nothing is exchanged where a window ends inside a generation batch.
         order_of: Returns the order of the rows of a window. Default: by length.
     """
-    ordered: list[Batch] = []
+    steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
+    if steps % accumulation and accumulation % steps:
+        return micro_batches
+    window, ordered = min(steps, accumulation), list[Batch]()
     for start in range(0, len(micro_batches), window):
         group = micro_batches[start : start + window]
         # 0-d entries are the same in every micro-batch.

@@ -134,22 +134,25 @@ def _stopping(progress: Progress) -> Any:
 
 def ours(
     task: str, model: str, folder: str, lora: dict[str, Any], progress: Progress, imported: Callable[[], None],
-    options: dict[str, Any], **common: Any,
+    options: dict[str, Any], algorithm: str = "grpo", **common: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train with ``MultiTurnGRPOTrainer``, and return its log."""
+    """Train with this package's trainer of an algorithm, and return its log."""
     from datasets import Dataset
     from peft import LoraConfig
 
-    from agile_trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+    from agile_trainers.trainers import find_algorithm
 
     imported()
-    game = EVERY[task]
-    limits = {"max_turns": game.turns, "max_new_tokens": game.new_tokens}
-    trainer = MultiTurnGRPOTrainer(
+    game, kind = EVERY[task], find_algorithm(algorithm)
+    arguments = _arguments(folder, **common) | {"max_turns": game.turns, "max_new_tokens": game.new_tokens}
+    rows = list(game.rows)
+    if kind.config_class.groupless:  # an episode of each row in place of a group
+        arguments["num_generations"], rows = 1, rows * GROUP
+    trainer = kind(
         model=model,
         environment=lambda: Scored(task, progress.outcomes, progress.begun),
-        args=MultiTurnGRPOConfig(**_arguments(folder, **common) | limits | options),
-        train_dataset=Dataset.from_list(list(game.rows)),
+        args=kind.config_class(**arguments | options),
+        train_dataset=Dataset.from_list(rows),
         peft_config=LoraConfig(**lora, task_type="CAUSAL_LM"),
         callbacks=[_stopping(progress)],
     )

@@ -7,7 +7,8 @@ plays the tasks of ``learning.py`` alone.
 
 Each finished training is a line of ``results/learning_suite.jsonl`` with the values of the options that were studied, and is
 not repeated: a later default is compared with an earlier one by the same lines. ``--options '{"num_iterations": 2}'`` trains
-ours with other options, and ``--tasks`` some tasks. Trainings are forks of a process that has made the imports.
+ours with other options, ``--algorithm ppo`` another algorithm, and ``--tasks`` some tasks. Trainings are forks of a process
+that has made the imports.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from learning_tasks import CHOSEN, HELD_OUT, TASKS
 from transformers.utils import logging
 from update_vs_trl import ROOT, with_tables
 
-from agile_trainers import MultiTurnGRPOConfig
 from agile_trainers.evaluation.statistics import mean_test
+from agile_trainers.trainers import find_algorithm
 
 RESULTS = ROOT / "benchmarks/results/learning_suite.jsonl"
 PAGE = ROOT / "benchmarks/results/learning_suite.md"
@@ -69,6 +70,8 @@ ADDED: dict[str, Any] = {
 """Values of options that came after the first trainings, whose lines lack them."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}
 """The defaults before this suite, where they differ."""
+ALGORITHMS, UPDATES = ("grpo", "cispo", "gspo", "reinforce", "ppo"), (1, 2, 4)
+"""Our algorithms, and the updates of a batch whose numbers are compared."""
 HALVES = {"chosen": CHOSEN, "held out": HELD_OUT}
 Run = dict[str, Any]
 
@@ -76,21 +79,23 @@ Run = dict[str, Any]
 # --------------------------------------------------------------------------------------------------------------- trainings
 
 
-def studied(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the studied options with some set and the others at their defaults."""
+def studied(options: dict[str, Any], algorithm: str = "grpo") -> dict[str, Any]:
+    """Return the values of the studied options with some set and the others at an algorithm's defaults."""
     with tempfile.TemporaryDirectory() as folder:
-        args = MultiTurnGRPOConfig(
+        args = find_algorithm(algorithm).config_class(
             **{"output_dir": folder, "gradient_accumulation_steps": 1, "use_cpu": True, "bf16": False, **options}
         )
     return {name: getattr(args, name) for name in STUDIED if hasattr(args, name)}
 
 
-def train(side: str, task: str, rate: float, seed: int, options: dict[str, Any], *, log: bool = False) -> Run:
-    """Train once, in a fork of this process."""
+def train(
+    side: str, task: str, rate: float, seed: int, options: dict[str, Any], *, algorithm: str = "grpo", log: bool = False
+) -> Run:
+    """Train once, in a fork of this process; the algorithm is that of ours."""
     game = TASKS[task]
     chosen: Run = {"side": side, "task": task, "rate": rate, "seed": seed}
     if side == "ours":
-        chosen["options"] = studied(options)
+        chosen |= {"algorithm": algorithm, "options": studied(options, algorithm)}
     model = str(base(task, seed))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -98,6 +103,7 @@ def train(side: str, task: str, rate: float, seed: int, options: dict[str, Any],
             "task": task, "rate": rate, "seed": seed, "episodes": game.episodes, "model": model, "lora": LORA,
             "budget": game.budget // game.episodes * game.episodes, "folder": folder,
             "options": {**options, **({"logging_steps": 1} if log else {})},
+            **({"algorithm": algorithm} if side == "ours" else {}),
         }  # fmt: skip
         child = multiprocessing.get_context("fork").Process(target=_child, args=(side, training, result))
         child.start()
@@ -106,7 +112,7 @@ def train(side: str, task: str, rate: float, seed: int, options: dict[str, Any],
     history = found.pop("log", None)
     if log and history:
         LOGS.mkdir(parents=True, exist_ok=True)
-        name = "-".join([side, task, str(rate), str(seed), *(f"{k}={v}" for k, v in options.items())])
+        name = "-".join([side, algorithm, task, str(rate), str(seed), *(f"{k}={v}" for k, v in options.items())])
         (LOGS / f"{name}.json").write_text(json.dumps(history))
     return {**chosen, **found}
 
@@ -135,10 +141,13 @@ def saved_runs() -> list[Run]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def find(runs: Sequence[Run], side: str, task: str, rate: float, seed: int, options: dict[str, Any]) -> Run | None:
+def find(
+    runs: Sequence[Run], side: str, task: str, rate: float, seed: int, options: dict[str, Any], algorithm: str = "grpo"
+) -> Run | None:
     """Return the training with these settings, if it is there; ``options`` as :func:`studied` returns them."""
     for run in runs:
         same = (run["side"], run["task"], run["rate"], run["seed"]) == (side, task, rate, seed)
+        same &= side != "ours" or run.get("algorithm", "grpo") == algorithm
         # An option that a later version added was at its default.
         if same and (side != "ours" or {**ADDED, **run["options"]} == options):
             return run
@@ -217,11 +226,16 @@ def _counted(run: Run, goal: float) -> int:
 # ------------------------------------------------------------------------------------------------------------------- report
 
 
-def of_side(runs: Sequence[Run], side: str, tasks: Sequence[str], options: dict[str, Any] | None = None) -> list[Run]:
+def of_side(
+    runs: Sequence[Run], side: str, tasks: Sequence[str], options: dict[str, Any] | None = None, algorithm: str = "grpo"
+) -> list[Run]:
     """Return the finished trainings of a side with its rates; ``options`` as :func:`studied` returns them."""
     rates = {task: RATE if side == "ours" else chosen_rate(runs, task) for task in tasks}
     found = (
-        find(runs, side, task, rate, seed, options or {}) for task, rate in rates.items() if rate for seed in SEEDS
+        find(runs, side, task, rate, seed, options or {}, algorithm)
+        for task, rate in rates.items()
+        if rate
+        for seed in SEEDS
     )
     return [run for run in found if run is not None and "failed" not in run]
 
@@ -298,7 +312,12 @@ def ablation_table(runs: Sequence[Run]) -> str:
         groups: dict[str, list[Run]] = {}
         for run in runs:
             key = (run["task"], run["seed"])
-            if run["side"] != "ours" or key not in base_runs or "failed" in run:
+            if (
+                run["side"] != "ours"
+                or key not in base_runs
+                or "failed" in run
+                or run.get("algorithm", "grpo") != "grpo"
+            ):
                 continue
             values = {**earlier, **run["options"]}
             changed = [f"`{name}={values[name]}`" for name in values if values[name] != earlier.get(name)]
@@ -314,9 +333,42 @@ def ablation_table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def algorithm_table(runs: Sequence[Run]) -> str:
+    """Numbers of updates of each batch by algorithm, beside one update on the same tasks and seeds, as a Markdown table."""
+    lines = [
+        "| algorithm | half | updates of a batch | tasks, runs | arrived | falls | at the end | CPU seconds | "
+        "episodes to .8, ratio | to .9, ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for algorithm in ALGORITHMS:
+        for half, names in HALVES.items():
+            sides = {
+                updates: {
+                    (run["task"], run["seed"]): run
+                    for run in of_side(runs, "ours", names, studied({"num_iterations": updates}, algorithm), algorithm)
+                }
+                for updates in UPDATES
+            }
+            for updates, of in sides.items():
+                others = [one for key in of if (one := sides[1].get(key))]
+                paired_runs = [run for key, run in of.items() if key in sides[1]]
+                if paired_runs:
+                    arrived, _, _, end, fell, _ = summary(paired_runs)
+                    count = f"{len({run['task'] for run in paired_runs})}, {len(paired_runs)}"
+                    cells = [algorithm, half, str(updates), count, arrived, fell, end]
+                    cells += [f"{fmean(run['cpu'] for run in paired_runs):.0f}", *_shown(paired_runs, others)]
+                    lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """The tables of the page by the name in their markers."""
-    return {"suite": table(runs), "suite ratios": ratio_table(runs), "suite options": ablation_table(runs)}
+    return {
+        "suite": table(runs),
+        "suite ratios": ratio_table(runs),
+        "suite options": ablation_table(runs),
+        "suite algorithms": algorithm_table(runs),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -326,6 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to train")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="seeds to train")
     parser.add_argument("--sides", nargs="+", choices=("ours", "TRL"), default=["TRL", "ours"], help="sides to train")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="algorithm of ours")
     parser.add_argument("--options", type=json.loads, default={}, help="options of ours, as JSON")
     parser.add_argument("--sweep", action="store_true", help="TRL's learning rates alone")
     parser.add_argument("--rate", type=float, help="a learning rate in place of the chosen one")
@@ -343,26 +396,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                     of_task = options.rate or (RATE if side == "ours" else chosen_rate(saved_runs(), task))
                     if of_task is not None:
                         given = options.options if side == "ours" else {}
-                        _train_unless_done(side, task, of_task, seed, given, log=options.log)
+                        _train_unless_done(side, task, of_task, seed, given, options.algorithm, log=options.log)
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables(saved_runs())), encoding="utf-8")
     return 0
 
 
 def _train_unless_done(
-    side: str, task: str, rate: float, seed: int, options: dict[str, Any], log: bool = False
+    side: str, task: str, rate: float, seed: int, options: dict[str, Any], algorithm: str = "grpo", log: bool = False
 ) -> None:
-    if find(saved_runs(), side, task, rate, seed, studied(options)):
+    if find(saved_runs(), side, task, rate, seed, studied(options, algorithm), algorithm):
         return
-    run = train(side, task, rate, seed, options, log=log and side == "ours")
+    run = train(side, task, rate, seed, options, algorithm=algorithm, log=log and side == "ours")
     save(run)
     if "failed" in run:
         print(side, task, rate, seed, run["failed"], flush=True)
         return
     to = [episodes_to(run, goal) for goal in GOALS]
     end, area = fmean(run["curve"][-LAST:]), fmean(run["curve"])
+    of = f"ours, {algorithm}" if side == "ours" else side
     shown = f"to .8, .9: {to}, end {end:.3f}, area {area:.3f}, falls {falls(run['curve'])}"
     print(
-        f"{side} {task} rate {rate:g} seed {seed} {options}: {shown}, start {run['curve'][0]}, {run['cpu']} s",
+        f"{of} {task} rate {rate:g} seed {seed} {options}: {shown}, start {run['curve'][0]}, {run['cpu']} s",
         flush=True,
     )
 

@@ -74,6 +74,7 @@ def test_a_saved_training_is_found_by_the_values_of_its_options() -> None:
     assert bench.find([saved], "ours", "lock", 0.01, 0, values) is saved
     assert bench.find([saved], "ours", "lock", 0.01, 0, {**values, "beta": 0.1}) is None
     assert bench.find([saved], "TRL", "lock", 0.01, 0, values) is None
+    assert bench.find([saved], "ours", "lock", 0.01, 0, values, "ppo") is None
     # A line from before an option was added is one of its default alone.
     assert bench.ADDED.items() <= values.items()
     earlier = run([0.9], options={name: value for name, value in values.items() if name not in bench.ADDED})
@@ -184,3 +185,16 @@ def test_page_shows_the_saved_runs() -> None:
     page = bench.PAGE.read_text(encoding="utf-8")
     for name, table in bench.tables(bench.saved_runs()).items():
         assert f"<!-- begin: benchmark {name} -->\n\n{table}\n\n<!-- end -->" in page
+
+
+def test_updates_of_a_batch_are_compared_within_an_algorithm() -> None:
+    """PPO needs half of the rollouts with four updates; a training without its partner does not count."""
+    once, four = (bench.studied({"num_iterations": updates}, "ppo") for updates in (1, 4))
+    late, soon = [0.1] * 3 + [0.9] * 3, [0.9] * 4
+    known: dict[str, Any] = {"algorithm": "ppo", "cpu": 3.0}
+    runs = [run(late, options=once, **known), run(soon, options=four, **known), run(soon, seed=1, options=four, **known)]
+    for one in runs:
+        one["rate"] = bench.RATE
+    shown = bench.algorithm_table(runs).splitlines()[2:]
+    assert [row.split(" | ")[1:4] for row in shown] == [["chosen", "1", "1, 1"], ["chosen", "4", "1, 1"]]
+    assert shown[1].endswith("| 3 | 0.50 | 0.50 |")

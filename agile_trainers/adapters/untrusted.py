@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers.utils import cached_file
 
-from agile_trainers.adapters.folders import check_index, read_json
+from agile_trainers.adapters.folders import CheckpointError, check_index, read_json
 
 CPU_SECONDS, BYTES, _SECONDS = 10, 1 << 30, 300
 """Limits of the process: processor time, memory (on Linux), and time in all on a machine that does other things."""
@@ -248,7 +248,7 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that name those of the weights, besides one that ``config.json`` names."""
 LOADERS = ("from_pretrained", "create_model_from_path")
 """Functions of transformers, PEFT and TRL that load models and tokenizers."""
-RESUMING = (
+_RESUMING = (
     "load_from_json",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
@@ -368,6 +368,11 @@ def naming_folder(
             f"{source} cannot be loaded: {type(error).__name__}: {reason[:1000]}. A file of it is damaged, incomplete or of "
             "another version of its library; copy or download it again."
         ) from error
+
+
+def reading_checkpoint(folder: str | None) -> AbstractContextManager[None]:
+    """Raise a ``CheckpointError`` that names the folder where ``Trainer`` fails on its files."""
+    return naming_folder(folder, within=_RESUMING, kind=CheckpointError)
 
 
 def _passed(error: BaseException) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
 from agile_trainers.rollout.environment_pool import end_silent_calls
@@ -74,6 +74,16 @@ class GracefulStop(TrainerCallback):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def before_epoch(self, state: TrainerState, control: TrainerControl) -> bool:
+        """Return whether the run ends before its next step, which ``Trainer`` checks only after one."""
+        if not control.should_training_stop and state.global_step >= state.max_steps:
+            logger.warning(
+                "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
+                state.global_step, state.max_steps,
+            )  # fmt: skip
+            control.should_training_stop = True
+        return control.should_training_stop
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of this part of the run; a resumed one has the whole time again."""

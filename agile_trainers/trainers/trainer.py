@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVa
 import torch
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import PredictionOutput
-from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters.folders import CheckpointError, naming_full_disk
+from agile_trainers.adapters.folders import naming_full_disk
 from agile_trainers.adapters.loading import parent_of, restore_left_out
 from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teachers
 from agile_trainers.adapters.sharding import gathering_adapters
-from agile_trainers.adapters.untrusted import RESUMING, naming_folder
+from agile_trainers.adapters.untrusted import reading_checkpoint
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
 from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import step_of
@@ -61,8 +60,6 @@ from agile_trainers.trainers.arguments import (
 from agile_trainers.trainers.evaluation import conversations, kept_columns, rows_of
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.types import Trajectory, TurnBatch
-
-logger = logging.get_logger(__name__)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -188,8 +185,7 @@ class MultiTurnTrainer(_Trainer):
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
         model = named_model(model)
         if environment is None and environment_factory is not None and isinstance(args, MultiTurnConfig):
-            environment = from_environment_factory(environment_factory, tools)
-            environment_factory = tools = None
+            environment, environment_factory, tools = from_environment_factory(environment_factory, tools), None, None
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "environment")}
         self.environment = environment
         setup: construction.RunSetup | None = None
@@ -344,8 +340,7 @@ class MultiTurnTrainer(_Trainer):
             self._restore_rollout(-(-self._step // every) * every, None)
             self.guard = StepGuard()
             try:
-                read = naming_folder(folder, within=RESUMING, kind=CheckpointError)
-                with self.stop.heard(), naming_full_disk(self.args.output_dir), read:
+                with self.stop.heard(), naming_full_disk(self.args.output_dir), reading_checkpoint(folder):
                     output = super().train(folder, *args, **kwargs)
             finally:
                 if not self.updates.is_open:
@@ -430,18 +425,9 @@ class MultiTurnTrainer(_Trainer):
 
     @with_episodes
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_training_stop:
-            return  # a callback stopped the run before its first step, and `Trainer` would take it
-        if self.state.global_step >= self.state.max_steps:
-            # `Trainer` checks this only after a step, and would train one too many.
-            logger.warning(
-                "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
-                self.state.global_step, self.state.max_steps,
-            )  # fmt: skip
-            self.control.should_training_stop = True
-            return
-        self.updates.intercept(kwargs)
-        super()._run_epoch(*args, **kwargs)
+        if not self.stop.before_epoch(self.state, self.control):
+            self.updates.intercept(kwargs)
+            super()._run_epoch(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------------- step
 
@@ -461,13 +447,10 @@ class MultiTurnTrainer(_Trainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         drawn = self._buffered_inputs is not before
         if drawn:
-            if steps % accumulation == 0 or accumulation % steps == 0:
-                window = min(steps, accumulation)
-                self._buffered_inputs = exchange_rows(self._buffered_inputs, window, self.packer.arranged)
-            inputs = self._buffered_inputs[self._step % steps]
+            self._buffered_inputs = exchange_rows(self._buffered_inputs, self.args, self.packer.arranged)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         self.critic.count_turns_of_step(
             self._step,
             self._buffered_inputs,
@@ -486,7 +469,9 @@ class MultiTurnTrainer(_Trainer):
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
-        made = self.batches.make(models, played, self._step, first_is_one=self._first_pass_is_one_update)
+        # True if the first pass over the generation batch is one optimizer step.
+        is_one = self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
+        made = self.batches.make(models, played, self._step, first_is_one=is_one)
         trained = made.output.tool_mask > 0
         if not given:  # those may be of an earlier policy
             self.mismatch.delivery.open(*self.batches.delivered(models, played.batch, made.log_probs, trained))
@@ -494,11 +479,6 @@ class MultiTurnTrainer(_Trainer):
         self._log_batch(generation, played, made)
         self.rollout_log.begin(generation, self.state.global_step, played, made.advantages, made.values)
         return made.output.to_trl()
-
-    @property
-    def _first_pass_is_one_update(self) -> bool:
-        """True if the first pass over the generation batch is one optimizer step of training."""
-        return self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
 
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
