@@ -58,7 +58,8 @@ LAST = 10
 STUDIED = (
     "num_iterations", "steps_per_generation", "epsilon", "epsilon_high", "scale_rewards", "entropy_coef", "beta",
     "use_adaptive_entropy", "entropy_target", "max_grad_norm", "advantage_granularity", "loss_type", "adam_beta2",
-    "advantage_baseline", "replay_successes", "demonstration_loss", "demonstration_coef",
+    "advantage_baseline", "replay_successes", "demonstration_loss", "demonstration_coef", "bootstrap_at_limits",
+    "gae_lambda",
 )  # fmt: skip
 """Options whose values are part of a saved training of ours."""
 ADDED: dict[str, Any] = {
@@ -66,6 +67,7 @@ ADDED: dict[str, Any] = {
     "replay_successes": 0,
     "demonstration_loss": "advantage_sft",
     "demonstration_coef": 1.0,
+    "bootstrap_at_limits": False,
 }
 """Values of options that came after the first trainings, whose lines lack them."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}

@@ -192,7 +192,11 @@ def test_updates_of_a_batch_are_compared_within_an_algorithm() -> None:
     once, four = (bench.studied({"num_iterations": updates}, "ppo") for updates in (1, 4))
     late, soon = [0.1] * 3 + [0.9] * 3, [0.9] * 4
     known: dict[str, Any] = {"algorithm": "ppo", "cpu": 3.0}
-    runs = [run(late, options=once, **known), run(soon, options=four, **known), run(soon, seed=1, options=four, **known)]
+    runs = [
+        run(late, options=once, **known),
+        run(soon, options=four, **known),
+        run(soon, seed=1, options=four, **known),
+    ]
     for one in runs:
         one["rate"] = bench.RATE
     shown = bench.algorithm_table(runs).splitlines()[2:]

@@ -43,6 +43,11 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     value_clip_range: float | None = option(
         None, "Clipping range of a value around the one before the update, as for the ratio. Default: no clipping."
     )
+    bootstrap_at_limits: bool = option(
+        False,
+        "Where a limit ends an episode: add what the critic expects of its final state, as if it went on. Default: it is over, "
+        "and worth what it got, as for all other algorithms and metrics.",
+    )
     critic_learning_rate: float | None = option(
         None,
         "Learning rate of the critic's adapter and value head, a parameter group of their own under the same schedule. A "

@@ -60,6 +60,8 @@ class MultiTurnConfig(GRPOConfig):
     """Updates of a generation batch where ``num_iterations`` is unset, with an environment."""
     has_critic: ClassVar[bool] = False
     """True for an algorithm with a critic, whose values the credit rule gets; set by a subclass."""
+    bootstrap_at_limits = False
+    """True: after a limit an episode is worth what the critic expects; an option of PPO."""
     rewarded: ClassVar[bool] = True
     """False for an algorithm whose gradient does not depend on rewards; set by a subclass."""
     value_rules: ClassVar[tuple[Rule, ...]] = ()

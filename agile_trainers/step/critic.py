@@ -273,7 +273,7 @@ class Critic:
         if by_token:
             starts = first_tokens(batch.turn_ids, batch.turn_mask.size(1)).clamp(max=values.size(1) - 1)
             turn_values = values.gather(1, starts)
-        final_values = torch.where(batch.unfinished, read[:, -1], 0.0)
+        final_values = torch.where(batch.unfinished & self._args.bootstrap_at_limits, read[:, -1], 0.0)
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
 
     def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, fused: _FusedUpdate) -> None:

@@ -716,7 +716,7 @@ def make_rollout_engine(
         tokenizer,
         eos_token_ids=eos_token_ids,
         model_config=model_config,
-        append_final_observation=args.has_critic,
+        append_final_observation=args.bootstrap_at_limits,
     )
     if args.training_chat_template:
         tokenizer.chat_template = engine.chat.chat_template

@@ -81,7 +81,7 @@ def model_plays(run: Run, attempts: int = 1) -> list[Trajectory]:
         options=run.options,
         sampling=sampling_settings(run.args),
         generation_chunk_size=run.args.generation_chunk_size,
-        append_final_observation=run.args.has_critic,
+        append_final_observation=run.args.bootstrap_at_limits,
         model_init_kwargs={
             "revision": run.model.model_revision,
             "dtype": run.model.dtype,

@@ -113,7 +113,7 @@ class Run:
             self.processor or self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             model_config=self.config,
-            append_final_observation=self.args.has_critic,
+            append_final_observation=self.args.bootstrap_at_limits,
         )
 
 
