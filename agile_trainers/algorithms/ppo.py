@@ -29,6 +29,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     come from."""
 
     groupless: ClassVar[bool] = True
+    iterations: ClassVar[int] = 4
     has_critic: ClassVar[bool] = True
 
     num_generations: int = option(1, "Always 1; there are no groups.")
@@ -45,8 +46,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     bootstrap_at_limits: bool = option(
         False,
-        "Where a limit ends an episode: add what the critic expects of its final state, as if it went on. Default: it is over, "
-        "and worth what it got, as for all other algorithms and metrics.",
+        "Add what the critic expects of the final state where a limit ends an episode, as if it went on. Default: it is "
+        "over, and worth what it got, as in all other algorithms and metrics.",
     )
     critic_learning_rate: float | None = option(
         None,

@@ -132,7 +132,7 @@ _COMMAND = {
 _OF_POPULATION = ", of Population"
 OF_CRITIC = (
     "gae_lambda", "critic_start", "critic_learning_rate", "critic_warmup_steps", "turn_value_position", "critic_layers",
-    "vf_coef", "value_clip_range",
+    "vf_coef", "value_clip_range", "bootstrap_at_limits",
 )  # fmt: skip
 """Options of algorithms with a critic alone."""
 

@@ -32,12 +32,12 @@ def make_ppo(
     train_dataset: Any = None,
     **changes: Any,
 ) -> MultiTurnPPOTrainer:
-    """A trainer on the embedded model."""
+    """A trainer on the embedded model, whose episodes go on after a limit, so that both of their ends are there."""
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian", **(lora or {})}
     options = {key: value for key, value in settings(output_dir).items() if key != "num_generations"}
     return MultiTurnPPOTrainer(
         model=str(model),
-        args=MultiTurnPPOConfig(**{**options, **changes}),
+        args=MultiTurnPPOConfig(**{**options, "bootstrap_at_limits": True, **changes}),
         environment=environment,
         peft_config=LoraConfig(**config),
         quantization_config=quantization_config,

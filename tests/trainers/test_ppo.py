@@ -503,14 +503,18 @@ class Ended(Cut):
         return 0.25
 
 
-def test_what_the_environment_rewarded_at_a_limit_is_not_bootstrapped(embedded_model, tmp_path):
-    """The value after the last turn is 0, by hand, and the last turn holds the reward."""
-    trainer = make_ppo(embedded_model, tmp_path, environment=Ended, gamma=0.9, gae_lambda=0.8)
+@pytest.mark.parametrize(("environment", "bootstraps"), [(Ended, True), (Cut, False)])
+def test_an_end_at_a_limit_is_not_bootstrapped(embedded_model, tmp_path, environment, bootstraps):
+    """By default, and where the environment rewarded it: the value after the last turn is 0, by hand."""
+    options = {"environment": environment, "bootstrap_at_limits": bootstraps, "gamma": 0.9, "gae_lambda": 0.8}
+    assert MultiTurnPPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).bootstrap_at_limits is False
+    trainer = make_ppo(embedded_model, tmp_path, **options)
     wake(trainer)
     batch = draw_batch(trainer)
     records = episodes(tmp_path)
     assert {record["stop_reason"] for record in records} == {"max_turns", "terminated"}
     for row, record in enumerate(records):
+        assert (record["turn_ids"][-1] == -1) is (bootstraps and record["stop_reason"] == "max_turns")
         values, width = critic_of(trainer, record), len(record["prompt_ids"])
         turns = [values[width + start - 1] for start, _ in spans(record)]
         advantages = gae_by_hand([turn["reward"] for turn in record["turns"]], turns, 0.0, 0.9, 0.8)
