@@ -20,7 +20,6 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
     """Configuration of :class:`MultiTurnREINFORCETrainer`: the shared options and these."""
 
     groupless: ClassVar[bool] = True
-    iterations: ClassVar[int] = 4
 
     num_generations: int = option(1, "Always 1; there are no groups.")
     importance_sampling_level: str = changed_default(
