@@ -1078,7 +1078,18 @@ MUTATIONS = [
     ),
     Mutation(
         "bootstrap on termination", "step/critic.py",
-        "torch.where(batch.unfinished, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
+        "torch.where(batch.unfinished & self._args.bootstrap_at_limits, read[:, -1], 0.0)", "read[:, -1]",
+        "tests/trainers/test_ppo.py -k by_hand",
+    ),
+    Mutation(
+        "bootstrap at limits by default", "step/critic.py",
+        "batch.unfinished & self._args.bootstrap_at_limits", "batch.unfinished",
+        "tests/trainers/test_ppo.py -k end_at_a_limit",
+    ),
+    Mutation(
+        "a final observation that nothing reads", "trainers/setup.py",
+        "append_final_observation=args.bootstrap_at_limits", "append_final_observation=args.has_critic",
+        "tests/trainers/test_ppo.py -k end_at_a_limit",
     ),
     Mutation(
         "lambda ignored", "objectives/returns.py",
@@ -2338,8 +2349,9 @@ MUTATIONS = [
         "_take_no_step_too_many(trainer, Path(checkpoint))", "pass", "tests/test_cli_chain.py -k last_step",
     ),
     Mutation(
-        "a finished run trains one step more", "trainers/trainer.py",
-        "self.state.global_step >= self.state.max_steps", "self.state.global_step > self.state.max_steps",
+        "a finished run trains one step more", "checkpoints/stopping.py",
+        "not control.should_training_stop and state.global_step >= state.max_steps",
+        "not control.should_training_stop and state.global_step > state.max_steps",
         "tests/trainers/test_resume.py -k finished",
     ),
     Mutation(

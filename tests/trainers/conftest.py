@@ -13,14 +13,13 @@ from trl import GRPOTrainer
 from agile_trainers.checkpoints import record as checkpoint_module
 from agile_trainers.checkpoints import resuming, stopping
 from agile_trainers.monitor import nonfinite
-from agile_trainers.trainers import trainer
 
 
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     messages: list[str] = []
     record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
-    for module in (checkpoint_module, trainer, stopping, nonfinite, resuming):
+    for module in (checkpoint_module, stopping, nonfinite, resuming):
         monkeypatch.setattr(module.logger, "warning", record)
     return messages
 
