@@ -77,15 +77,13 @@ OWN_REWARD = {"eight_turns": {"gamma": 0.1}}
 ALGORITHMS = {
     "grpo": Algorithm("grpo", {"advantage_granularity": "turn"}),
     "grpo-trajectory": Algorithm("grpo", {"advantage_granularity": "trajectory"}, probes=("eight_turns",)),
-    # At twice the rate, a seed of three repeatedly forgot and relearned a start state of `grid`.
-    "gspo": Algorithm("gspo", {"learning_rate": 1e-3}),
+    "gspo": Algorithm("gspo"),
     "cispo": Algorithm("cispo"),
     "reinforce": Algorithm("reinforce", {"num_generations": 1, "entropy_coef": 0.15}),
     "ppo": Algorithm(
         "ppo",
-        # At 3e-3, one seed of five solved `grid` and then lost it: where all episodes succeed, whitening makes a rare
-        # failure the largest advantage of its batch.
-        {"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 1e-3, "whiten_advantages": True},
+        # An adapter's rate, and the default number of updates.
+        {"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "num_iterations": 4},
         {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
 }
@@ -145,7 +143,7 @@ def run_settings(chosen: dict[str, Any]) -> Run:
         trainer.train()
         seconds = time.perf_counter() - started
     length_before = before["eval_tokens_per_turn"]
-    curve = _curve([before, *trainer.state.log_history], chosen["options"]["per_device_train_batch_size"], spec)
+    curve = _curve([before, *trainer.state.log_history], _episodes_of_a_step(chosen["options"]), spec)
     scores = curve["score"]
     unsolved = [i for i, score in enumerate(scores) if not _solves(score, spec)]
     first_solved = unsolved[-1] + 1 if unsolved else 0
@@ -163,14 +161,13 @@ def run_settings(chosen: dict[str, Any]) -> Run:
 
 def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
     algorithm, spec, seed = ALGORITHMS[chosen["algorithm"]], PROBES[chosen["probe"]], chosen["seed"]
-    steps = spec.episodes // chosen["options"]["per_device_train_batch_size"]
+    steps = round(spec.episodes / _episodes_of_a_step(chosen["options"]))
     by_length = spec.criterion == "length"
     trainer_class = find_algorithm(algorithm.name)
     args = trainer_class.config_class(
         output_dir=folder,
         seed=seed,
         max_steps=steps,
-        num_iterations=1,  # as the saved runs, and as AgileRL
         max_turns=spec.factory.max_turns,
         max_new_tokens=spec.max_new_tokens,
         eval_strategy="steps",
@@ -185,7 +182,8 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
         report_to="none",
         log_rollouts=False,
         disable_tqdm=True,
-        **chosen["options"],
+        # Of the others one, as the saved runs and AgileRL.
+        **{"num_iterations": 1, **chosen["options"]},
     )
     model = make_embedded_model(f"{folder}/model", words=PROBE_WORDS, max_position_embeddings=512, seed=seed)
     starts = Dataset.from_list([{"start": start} for start in range(spec.factory.starts)])
@@ -213,7 +211,11 @@ class StopWhenSolved(TrainerCallback):
             control.should_training_stop = True
 
 
-def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> dict[str, list[Any]]:
+def _episodes_of_a_step(options: dict[str, Any]) -> float:
+    return options["per_device_train_batch_size"] / options.get("num_iterations", 1)
+
+
+def _curve(history: Sequence[dict[str, Any]], of_a_step: float, spec: ProbeSpec) -> dict[str, list[Any]]:
     """Columns with a value per evaluation of a trainer's log; the first evaluation is from before training."""
     evaluations = [entry for entry in history if "eval_return" in entry]
     returns = {entry["step"]: entry["return/mean"] for entry in history if "return/mean" in entry}
@@ -221,7 +223,7 @@ def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> di
     unit = evaluations[0][metric] if spec.criterion == "length" else 1.0
     steps = [entry.get("step", 0) for entry in evaluations]
     return {
-        "episodes": [step * batch for step in steps],
+        "episodes": [round(step * of_a_step) for step in steps],
         "return": [returns.get(step) for step in steps],
         "score": [entry[metric] / unit for entry in evaluations],
     }
