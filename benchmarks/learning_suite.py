@@ -151,7 +151,8 @@ def find(
         same = (run["side"], run["task"], run["rate"], run["seed"]) == (side, task, rate, seed)
         same &= side != "ours" or run.get("algorithm", "grpo") == algorithm
         # An option that a later version added was at its default.
-        if same and (side != "ours" or {**ADDED, **run["options"]} == options):
+        added = {name: value for name, value in ADDED.items() if name in options}
+        if same and (side != "ours" or {**added, **run["options"]} == options):
             return run
     return None
 
