@@ -217,7 +217,8 @@ def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
     file = io.StringIO()
     options = ["--environment", f"{__name__}:TwoTurns", "--use_peft", "--lora_target_modules", "all-linear"]
     options += ["--max_turns", "1", "--scripted_policy", "random"]
-    codes = [check.main([name, *options], Console(file=file, width=400)) for name in ("grpo", "ppo")]
+    commands = [["grpo", *options], ["ppo", *options, "--bootstrap_at_limits"]]
+    codes = [check.main(command, Console(file=file, width=400)) for command in commands]
     grpo, ppo = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) trained x 4 bytes", file.getvalue()))
     assert codes == [0, 0] and ppo == 2 * grpo
     first, second = re.findall(r"an episode at most (\d+)", file.getvalue())

@@ -135,7 +135,7 @@ def counted(trainer_class: Any, counts: Counts) -> Any:
 
 
 def run(
-    case: Case, lora: bool, folder: Path, monkeypatch: Any, kind: str = "grpo"
+    case: Case, lora: bool, folder: Path, monkeypatch: Any, kind: str = "grpo", **more: Any
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What was counted, and what was planned."""
     case.config.eos_token_id = None
@@ -155,7 +155,7 @@ def run(
         "output_dir": str(folder / "run"), "log_rollouts": False, "learning_rate": 1e-3,
         # The plan is of padded rows in one pass, none left out for its advantage.
         "sequence_packing": "none", "max_tokens_per_micro_batch": 100_000, **({} if kind == "ppo" else READ_ALL),
-    } | case.options  # fmt: skip
+    } | case.options | more  # fmt: skip
     # PPO's plan is of a pass that trains both: the critic is read a second time where a batch is several updates.
     settings |= {"num_generations": 2} if kind == "grpo" else {"steps_per_generation": 2}
     settings["min_new_tokens"] = settings["max_new_tokens"]
@@ -209,8 +209,9 @@ def test_the_plan_is_what_a_real_step_needs(
         assert planned[item] == pytest.approx(found[item], rel=0.2), item
 
 
-def test_policy_and_critic_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, planned = run(CASES["qwen2"], True, tmp_path, monkeypatch, kind="ppo")
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_policy_and_critic_are_planned_for(bootstraps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, planned = run(CASES["qwen2"], True, tmp_path, monkeypatch, kind="ppo", bootstrap_at_limits=bootstraps)
     for item in found:
         assert planned[item] == pytest.approx(found[item], rel=0.2), item
 
@@ -264,7 +265,9 @@ def test_the_plan_goes_by_the_limits() -> None:
     )  # fmt: skip
     plan = plan_memory(config, args, model, critic=False, prompt=20, observation=7)
     assert (plan.tokens, plan.dtype, plan.filters) == (20 + 3 * 50 + 2 * 7, torch.bfloat16, False)
+    args.bootstrap_at_limits = True  # a critic reads the last observation too
     assert plan_memory(config, args, model, critic=True, prompt=20, observation=7).tokens == 20 + 3 * 50 + 3 * 7
+    args.bootstrap_at_limits = False
     args.max_model_length, args.top_p = 100, 0.9
     assert plan_memory(config, args, model, critic=False, prompt=20, observation=7).filters
     assert plan_memory(config, args, model, critic=False, prompt=20, observation=7).tokens == 100

@@ -46,7 +46,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     bootstrap_at_limits: bool = option(
         False,
-        "Add what the critic expects of the final state where a limit ends an episode, as if it went on. Default: it is "
+        "Add what the critic expects of the final state where a limit ends an episode, as if it went on. Otherwise it is "
         "over, and worth what it got, as in all other algorithms and metrics.",
     )
     critic_learning_rate: float | None = option(

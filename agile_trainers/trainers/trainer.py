@@ -469,9 +469,7 @@ class MultiTurnTrainer(_Trainer):
             played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
             played = self.rollouts.play(inputs, generation, self._last_generation)
-        # True if the first pass over the generation batch is one optimizer step.
-        is_one = self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
-        made = self.batches.make(models, played, self._step, first_is_one=is_one)
+        made = self.batches.make(models, played, self._step, first_is_one=self._first_pass_is_one_update)
         trained = made.output.tool_mask > 0
         if not given:  # those may be of an earlier policy
             self.mismatch.delivery.open(*self.batches.delivered(models, played.batch, made.log_probs, trained))
@@ -479,6 +477,11 @@ class MultiTurnTrainer(_Trainer):
         self._log_batch(generation, played, made)
         self.rollout_log.begin(generation, self.state.global_step, played, made.advantages, made.values)
         return made.output.to_trl()
+
+    @property
+    def _first_pass_is_one_update(self) -> bool:
+        """True if the first pass over the generation batch is one optimizer step of training."""
+        return self.is_in_train and self.current_gradient_accumulation_steps == self.args.steps_per_generation
 
     def _log_batch(self, generation: int, played: PlayedGroups, made: MadeBatch) -> None:
         """Log a generation batch: metrics, and TRL's tables."""

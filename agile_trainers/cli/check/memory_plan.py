@@ -147,7 +147,7 @@ def plan_memory(
     room = args.max_model_length or longest
     room = room or 1 << 30
     decoded = prompt + args.max_turns * args.max_new_tokens + (args.max_turns - 1) * observation
-    tokens = decoded + (observation if critic else 0)  # the critic reads the last one too
+    tokens = decoded + (observation if args.bootstrap_at_limits else 0)  # a critic reads the last one too
     peft_config = get_peft_config(model)
     if peft_config is not None and args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
