@@ -50,7 +50,7 @@ PATIENCE = 4
 """Number of consecutive solved evaluations that end a run early. Lengths are measured over the whole budget."""
 PEER_SCORE = {"two_inputs": 0.836}
 """Greedy success of AgileRL 2.9.1 on the probes that it did not solve on the same budget."""
-COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00")
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#7F7F7F")
 """A colour per algorithm that colour-blind readers can tell apart (Okabe and Ito)."""
 LENGTH_EPISODES = 2048
 """Number of sampled episodes in a mean length."""
@@ -98,7 +98,11 @@ ALGORITHMS = {
 ALGORITHMS["ppo, critic_layers=1"] = replace(
     ALGORITHMS["ppo"], options=ALGORITHMS["ppo"].options | {"critic_layers": 1}, probes=("delayed",)
 )
-TURN_LEVEL = ("grpo", "reinforce", "ppo", "ppo, critic_layers=1")
+ALGORITHMS["ppo, defaults"] = replace(
+    ALGORITHMS["ppo"],
+    options={"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "num_iterations": 4},
+)
+TURN_LEVEL = ("grpo", "reinforce", "ppo", "ppo, critic_layers=1", "ppo, defaults")
 
 RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 128,
