@@ -330,10 +330,14 @@ def ablation_table(runs: Sequence[Run]) -> str:
         for name, of in sorted(groups.items()):
             others = [base_runs[run["task"], run["seed"]] for run in of]
             arrived, _, _, end, fell, area = summary(of)
-            cells = [half, name, f"{len({run['task'] for run in of})}, {len(of)}", arrived, fell, end, area]
+            cells = [half, name, _counts(of), arrived, fell, end, area]
             cells += _shown(of, others)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _counts(runs: Sequence[Run]) -> str:
+    return f"{len({run['task'] for run in runs})}, {len(runs)}"
 
 
 def algorithm_table(runs: Sequence[Run]) -> str:
@@ -353,13 +357,12 @@ def algorithm_table(runs: Sequence[Run]) -> str:
                 for updates in UPDATES
             }
             for updates, of in sides.items():
-                others = [one for key in of if (one := sides[1].get(key))]
-                paired_runs = [run for key, run in of.items() if key in sides[1]]
-                if paired_runs:
-                    arrived, _, _, end, fell, _ = summary(paired_runs)
-                    count = f"{len({run['task'] for run in paired_runs})}, {len(paired_runs)}"
-                    cells = [algorithm, half, str(updates), count, arrived, fell, end]
-                    cells += [f"{fmean(run['cpu'] for run in paired_runs):.0f}", *_shown(paired_runs, others)]
+                both = [(run, one) for key, run in of.items() if (one := sides[1].get(key))]
+                if both:
+                    tried, once = [run for run, _ in both], [one for _, one in both]
+                    arrived, _, _, end, fell, _ = summary(tried)
+                    cells = [algorithm, half, str(updates), _counts(tried), arrived, fell, end]
+                    cells += [f"{fmean(run['cpu'] for run in tried):.0f}", *_shown(tried, once)]
                     lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

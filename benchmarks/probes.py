@@ -194,7 +194,7 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
         report_to="none",
         log_rollouts=False,
         disable_tqdm=True,
-        # Of the others one, as the saved runs and AgileRL.
+        # One update of a batch where a row says nothing, as AgileRL.
         **{"num_iterations": 1, **chosen["options"]},
     )
     model = make_embedded_model(f"{folder}/model", words=PROBE_WORDS, max_position_embeddings=512, seed=seed)

@@ -32,7 +32,7 @@ class RolloutEngine:
             Default: the environment's own ``context``, if it defines that.
         system_prompt: System message for first observations that have none.
         append_final_observation: Append the last observation and generation prompt of a *truncated* episode, if they
-            fit, so that the value of its final state can be read there. Costs tokens; only a critic needs it.
+            fit, so that the value of its final state can be read there. Costs tokens; ``bootstrap_at_limits`` needs it.
     """
 
     def __init__(

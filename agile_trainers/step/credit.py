@@ -41,7 +41,8 @@ class CreditInputs:
     values: torch.Tensor | None = None
     """(B, K), V(s_k) of the critic; None without one."""
     final_values: torch.Tensor | None = None
-    """(B,), V of the final state of an episode cut short, 0 of the others; None without a critic."""
+    """(B,), V of the final state of an episode cut short, with ``bootstrap_at_limits``; 0 of the others; None without a
+    critic."""
     weights: torch.Tensor | None = None
     """(B, K), weight of each turn's reward in episodes that an earlier policy played, with
     ``drift_correction="decision_truncate"``; see :func:`~agile_trainers.objectives.returns.gae`. A rule that applies them

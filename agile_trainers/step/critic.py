@@ -49,7 +49,7 @@ class CriticValues:
     turn_values: torch.Tensor
     """(B, K), V(s_k)."""
     final_values: torch.Tensor
-    """(B,), V of the final state of an episode cut short, 0 of the others."""
+    """(B,), V of the final state of an episode cut short, with ``bootstrap_at_limits``; 0 of the others."""
     by_token: bool
     """True if tokens have values and advantages of their own."""
 
