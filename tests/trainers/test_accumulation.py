@@ -8,7 +8,7 @@ from games import make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
-from agile_trainers.train_batch import column_of
+from agile_trainers.train_batch import column_of, lengths_of
 
 
 class Steps(TrainerCallback):
@@ -125,3 +125,13 @@ def test_the_value_loss_is_the_mean_over_the_turns_of_its_update(embedded_model,
     for entry in trainer.state.log_history[:4]:
         assert entry["loss"] == pytest.approx(entry["policy/loss"] + 0.3 * entry["value/loss"], rel=1e-4, abs=1e-6)
         assert entry["value/loss"] > 0
+
+
+def test_rows_of_a_window_that_are_alike_share_a_micro_batch(embedded_model, tmp_path):
+    """By length, where rows are padded."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    trainer = make_trainer(embedded_model, tmp_path, sequence_packing="none", **options)
+    steps = Steps()
+    steps.watch(trainer)
+    lengths = [int(length) for batch in steps._open for length in lengths_of(batch)]
+    assert len(lengths) == 8 and lengths == sorted(lengths) and lengths[0] < lengths[-1]
