@@ -257,7 +257,7 @@ class Terms:
 
 GRPO, REINFORCE, PPO = "GRPO", "REINFORCE", "PPO"
 NO_KL: dict[str, Any] = {
-    "ours": {"beta": 0.0, "reference_adapter": False, "reference_update_steps": None},
+    "ours": {"beta": 0.0, "reference_adapter": False, "sync_ref_model": False},
     "theirs": {"beta": 0.0},
 }
 

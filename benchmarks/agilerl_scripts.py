@@ -83,14 +83,16 @@ class Environment:
     """Options by algorithm."""
 
 
+COPIES = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0}
+"""The policy becomes the reference."""
 ENVIRONMENTS = {
     "reasoning": Environment(
         0, 1, 1,
         {
             # A rollout passes the two rows of the data set, after which AgileRL moves the reference.
-            "GRPO": {"reference_update_steps": 8},
-            "REINFORCE": {"reference_update_steps": 8},
-            "PPO": {"reference_update_steps": 16, "advantage_granularity": "auto"},
+            "GRPO": {**COPIES, "ref_model_sync_steps": 8},
+            "REINFORCE": {**COPIES, "ref_model_sync_steps": 8},
+            "PPO": {**COPIES, "ref_model_sync_steps": 16, "advantage_granularity": "auto"},
         },
     ),
     "toy": Environment(

@@ -155,7 +155,10 @@ CASES: dict[str, dict[str, Any]] = {
     "KL in the reward": {"beta": 0.1, "kl_placement": "reward"},
     "KL in the advantage": {"beta": 0.1, "kl_placement": "advantage"},
     "KL in the loss": {"beta": 0.1, "kl_placement": "loss"},
-    "reference adapter that moves": {"beta": 0.1, "reference_adapter": True, "reference_update_steps": 2},
+    "reference adapter that moves": {
+        "beta": 0.1, "reference_adapter": True, "sync_ref_model": True, "ref_model_sync_steps": 2,
+        "ref_model_mixup_alpha": 1.0,
+    },
     "two iterations": {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 9.0},
     "not packed": {"sequence_packing": "none", "per_device_train_batch_size": 8},

@@ -1239,7 +1239,7 @@ MUTATIONS = [
     ),
     Mutation(
         "reference follows the policy at once", "trainers/reference.py",
-        "state.global_step % args.reference_update_steps == 0", "True",
+        "state.global_step % args.ref_model_sync_steps == 0", "True",
         "tests/trainers/test_reference.py -k so_many_steps",
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from hashlib import sha256
@@ -21,8 +21,10 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from agile_trainers.adapters.folders import is_cached
+from agile_trainers.adapters.loading import SavedAdapters, parent_of
 from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import CARD, CURVE, masked, public_options, public_path
+from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.imports import matplotlib_apart
 from agile_trainers.records.plain import replacing
 
@@ -345,20 +347,23 @@ class RunCards:
 
     Args:
         trainer: After TRL's own constructor.
+        name: The algorithm's.
         tags: Tags of every card.
         paper: The algorithm's paper, in the form of TRL's ``_paper``.
-        record: Makes the record that a card is written from.
+        saved: The adapters that the policy was loaded from, if any.
     """
 
     def __init__(
         self,
         trainer: GRPOTrainer,
+        name: str,
         tags: Sequence[str],
         paper: Mapping[str, str],
-        record: Callable[[], Mapping[str, Any]],
+        saved: SavedAdapters | None,
     ) -> None:
         self._trainer: Any = trainer
-        self._tags, self._paper, self._record = tags, paper, record
+        self._algorithm, self._tags, self._paper = name.removeprefix("Multi-turn "), tags, paper
+        self._parent = parent_of(saved, self._trainer.model.config._name_or_path)
         self._dataset: str | None = None
         self._picture: tuple[bytes, bytes | None] = b"", None
         """Digest of what the last curve shows, which is as long as the run, and the curve."""
@@ -396,7 +401,7 @@ class RunCards:
             text = model_card(
                 name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
                 model_id=model_id,
-                record=self._record(),
+                record=self._record(self._trainer),
                 log_history=log,
                 options=hyperparameters(trainer.args),
                 tags=sorted({*self._tags, *tags}),
@@ -407,6 +412,12 @@ class RunCards:
                 chat=bool(getattr(trainer.processing_class, "chat_template", None)),
             )
             write_card(folder, text, self._picture[1])
+
+    def _record(self, trainer: Any) -> Mapping[str, Any]:
+        if trainer.engine is not None:
+            return trainer.checkpoints.record()
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return record_without_environment(self._algorithm, model, trainer.state.global_step, self._parent)
 
 
 def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args: Any, log: Any, rows: str) -> None:

@@ -238,14 +238,6 @@ class MultiTurnConfig(GRPOConfig):
     reference_adapter: bool = option(
         False, "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy."
     )
-    reference_update_steps: int | None = option(
-        None,
-        "Number of optimizer steps from one policy that becomes the reference to the next. LoRA needs "
-        "`reference_adapter`. Default: never.",
-    )
-    reference_update_weight: float = option(
-        1.0, "Weight of the policy in an updated reference, in (0, 1]; below 1 the reference is a moving average."
-    )
     teacher: dict[str, str] | str | None = option(
         None,
         "Folder or Hub id of a [teacher](teacher.md), an adapter or a model, whose divergence is added to the loss; "

@@ -305,15 +305,15 @@ VALUES: tuple[Rule, ...] = (
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
-    at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
+    at_least(1, "num_eval_episodes", "generation_chunk_size", "ref_model_sync_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
     at_least(0, "batches_ahead", "replay_successes"),
     positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
     at_least(1, "demonstrations_per_group"),
-    positive("reference_update_weight"),
-    in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay", "reference_update_weight"),
+    positive("ref_model_mixup_alpha"),
+    in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay", "ref_model_mixup_alpha"),
     Rule(
         ("stop_strings",),
         lambda _, value: (
@@ -554,13 +554,8 @@ SWITCHED_ON = (
 
 _REFERENCE = (
     acts_with("beta", _uses_reference, "kl_placement", "keep_reference", needed="a reference"),
-    acts_with("beta", _has_reference, "reference_adapter", "reference_update_steps", needed="a reference"),
-    acts_with(
-        "reference_update_steps", lambda args: args.reference_update_steps is not None, "reference_update_weight",
-        needed="an update",
-    ),
-    excludes("sync_ref_model", (True,), "reference_update_steps", why="and both move the reference"),
-)  # fmt: skip
+    acts_with("beta", _has_reference, "reference_adapter", "sync_ref_model", needed="a reference"),
+)
 
 ITSELF = "policy"
 """Value of ``teacher`` that stands for the policy itself."""

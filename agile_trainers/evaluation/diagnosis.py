@@ -960,8 +960,8 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     ),
     HealthCheck(
         "kl_runaway", ("kl",), _kl_runaway,
-        "Raise beta or lower learning_rate; reference_update_steps moves the reference along.",
-        ("beta", "learning_rate", "reference_update_steps"), unless=_DESTROYED,
+        "Raise beta or lower learning_rate; sync_ref_model moves the reference along.",
+        ("beta", "learning_rate", "sync_ref_model"), unless=_DESTROYED,
     ),
     HealthCheck(
         "teacher_left", ("teacher/kl", *_COURSE), _teacher_left,

@@ -167,9 +167,10 @@ class Teacher:
 
     def first_pass(self, whole: TrainBatch) -> FirstPass | None:
         """Return what collects the log-probs of a micro-batch's first update; None where they are known, or will change."""
-        return FirstPass(whole) if self._frozen and self._sampled and KEPT not in whole.token_columns else None
+        keeps = self._frozen and self._sampled and self.coefficient
+        return FirstPass(whole) if keeps and KEPT not in whole.token_columns else None
 
-    def read(self, model: Any, batch: TrainBatch) -> torch.Tensor | Teaching:
+    def read(self, model: Any, batch: TrainBatch) -> torch.Tensor | Teaching | None:
         """Read the rows of a forward pass, without gradient.
 
         Args:
@@ -178,8 +179,10 @@ class Teacher:
 
         Returns:
             The log-probabilities (B, T) of the tokens that enter the loss, NaN in episodes without a teacher; or what their
-            whole distributions are made of.
+            whole distributions are made of; None once the coefficient is 0.
         """
+        if not self.coefficient:
+            return None
         if KEPT in batch.token_columns:
             return batch.column(KEPT)
         policy = self._accelerator.unwrap_model(model)
@@ -224,20 +227,23 @@ class Teacher:
         return fading_coefficient(self._args.teacher_coef, self._args.teacher_steps, state.global_step, state.max_steps)
 
     def add_loss(
-        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, coefficient: float, accumulation: int
-    ) -> torch.Tensor:
+        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """Add the teacher's part to the loss of a pass.
 
         Args:
             loss: Of the reward, divided by the accumulation steps.
             handed: The pass.
             whole: The micro-batch that its rows are from.
-            coefficient: Weight of the teacher's part.
             accumulation: Micro-batches of the optimizer step.
 
         Returns:
-            The loss.
+            The loss, and the metrics of the pass.
         """
+        coefficient = self.coefficient
+        metrics = {"teacher/coef": coefficient}
+        if not coefficient:
+            return loss, metrics
         args, batch, mask = self._args, handed.batch, handed.batch.counted
         if batch.teachers is not None:
             mask = mask & (batch.teachers >= 0)[:, None]
@@ -259,7 +265,7 @@ class Teacher:
         total = torch.where(mask, values, 0.0).sum()
         processes = self._accelerator.num_processes
         by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)
-        return loss + coefficient * total / by
+        return loss + coefficient * total / by, metrics
 
 
 def _rows_of(batch: TrainBatch, teacher: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from agile_trainers.adapters.lora_settings import explaining_scope, plain_copies
 from agile_trainers.adapters.roles import REFERENCE
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.untrusted import LOADERS, naming_folder
+from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.imports import nearest
@@ -241,11 +242,6 @@ def check_reward_functions(reward_funcs: Any) -> None:
 logger = logging.get_logger(__name__)
 
 
-def has_adapter(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a trainer with these arguments trains an adapter."""
-    return arguments["peft_config"] is not None or isinstance(arguments["model"], PeftModel)
-
-
 def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAdapters | None]:
     """Load the adapter that ``model`` names, if any, as the trainable policy.
 
@@ -304,10 +300,25 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
 
 
 @contextmanager
-def loading_policy(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Explain the errors of TRL's constructor inside the block, and let it copy adapters as they are."""
-    model = arguments["model"]
+def loading_policy(arguments: Mapping[str, Any], *, episodes: bool) -> Iterator[None]:
+    """Explain the errors of TRL's constructor inside the block, and let it copy adapters as they are.
+
+    Args:
+        arguments: Those of TRL's constructor, by name.
+        episodes: True in a run with an environment. Then the learning rate is chosen where it is unset, and TRL sees
+            neither ``use_vllm``, with which it makes an engine, nor ``sync_ref_model``, which it refuses for an adapter.
+    """
+    model, args = arguments["model"], arguments["args"]
+    hidden = {}
+    if episodes:
+        adapter = arguments["peft_config"] is not None or isinstance(model, PeftModel)
+        decide_learning_rate(args, adapter=adapter, own_optimizer=arguments["optimizers"][0] is not None)
+        hidden = {name: getattr(args, name) for name in ("use_vllm", "sync_ref_model")}
     named = naming_folder(model if isinstance(model, str) else None, within=LOADERS)
-    scope = explaining_scope(getattr(arguments["args"], "lora_target_scope", None))
-    with scope, plain_copies(model), named:
-        yield
+    scope = explaining_scope(getattr(args, "lora_target_scope", None))
+    vars(args).update(dict.fromkeys(hidden, False))
+    try:
+        with scope, plain_copies(model), named:
+            yield
+    finally:
+        vars(args).update(hidden)

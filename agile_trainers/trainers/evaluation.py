@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.evaluation.results import evaluation_episodes, gather_evaluation, in_order
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.reporting import evaluation_summary
-from agile_trainers.monitor.rollout_log import Evaluated
+from agile_trainers.monitor.rollout_log import Evaluated, completions_table
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import Mixture, preserved_random_state, with_names
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -51,22 +53,32 @@ class EpisodeEvaluator:
         """Plays them."""
 
     def play(
-        self, dataset: Any, count: int, greedy: bool | None, prefix: str, *, tokens_seen: float, is_in_train: bool
+        self,
+        dataset: Any,
+        count: int | None,
+        greedy: bool | None,
+        prefix: str,
+        *,
+        tokens_seen: float,
+        is_in_train: bool,
     ) -> Evaluated:
         """Play the episodes of an evaluation and score them.
 
         Args:
             dataset: Rows handed to ``reset``, in order, again and again; None plays seeds.
-            count: Episodes over all processes.
+            count: Episodes over all processes. Default: ``num_eval_episodes``.
             greedy: Take the likeliest token. Default: ``eval_greedy``.
             prefix: Prefix of the metrics.
             tokens_seen: Tokens that the run read so far, for the metric ``num_tokens``.
             is_in_train: True keeps the environments for the next generation batch.
 
         Raises:
-            ValueError: For a data set without rows.
+            ValueError: For a data set without rows, or fewer than one episode.
         """
         args = self._args
+        count = args.num_eval_episodes if count is None else count
+        if count < 1:
+            raise ValueError(f"num_episodes must be at least 1, got {count}.")
         started = time.time()
         rows = None if dataset is None else list(islice(dataset, count))
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
@@ -96,6 +108,22 @@ class EpisodeEvaluator:
         metrics = evaluation_summary(results, rewarded, scores, prefix, started, only_return=only_return)
         extra = self._rewards.drain_columns(len(specs))
         return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)
+
+    def showing(
+        self, played: Evaluated, tables: dict[str, Any], step: int, prefix: str
+    ) -> AbstractContextManager[None]:
+        """Make TRL's ``log`` show and write the episodes of an evaluation inside a block, with ``log_completions``.
+
+        Args:
+            played: The evaluation.
+            tables: TRL's ``_logs``.
+            step: Optimizer steps so far.
+            prefix: Prefix of the metrics.
+        """
+        if not self._args.log_completions:
+            return nullcontext()
+        folder, writes = Path(self._args.output_dir), self._accelerator.is_main_process
+        return completions_table(tables, played, self._rewards.names, folder, step, prefix, writes=writes)
 
 
 def conversations(played: Evaluated, count: int) -> np.ndarray:

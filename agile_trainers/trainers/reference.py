@@ -40,7 +40,7 @@ class ReferencePolicy:
     ) -> None:
         self._args, self._accelerator, self._models = args, accelerator, models
         model = models().policy
-        self._moved: bool = args.sync_ref_model
+        self._moved = False
         is_peft = isinstance(model, PeftModel)
         if args.reference_adapter:
             if not is_peft:
@@ -55,19 +55,18 @@ class ReferencePolicy:
             # Disabling such an adapter gives another policy than the one that training starts from.
             add_reference(model)
             copy_adapter(model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
-        if args.reference_update_steps and is_peft and REFERENCE not in model.peft_config:
+        if args.sync_ref_model and is_peft and REFERENCE not in model.peft_config:
             raise ValueError(
-                f"reference_update_steps={args.reference_update_steps} moves the reference, which here is the frozen "
-                "base model. Set reference_adapter=True."
+                "sync_ref_model=True moves the reference, which here is the frozen base model. Set reference_adapter=True."
             )
 
     @property
     def _policy(self) -> Any:
         return self._accelerator.unwrap_model(self._models().policy)
 
-    def update(self) -> None:
+    def update(self, weight: float) -> None:
         """Move the reference to the current policy; see :meth:`MultiTurnTrainer.update_reference`."""
-        policy, reference, weight = self._policy, self._models().reference, self._args.reference_update_weight
+        policy, reference = self._policy, self._models().reference
         self._moved = True
         if reference is not None:
             SyncRefModelCallback.sync_target_model(policy, self._accelerator.unwrap_model(reference), weight)
@@ -111,15 +110,11 @@ class ReferencePolicy:
 
 
 class ReferenceUpdates(TrainerCallback):
-    """Moves the reference to the policy every ``reference_update_steps``.
-
-    Args:
-        reference: The reference.
-    """
+    """Moves the reference to the policy every ``ref_model_sync_steps``, as TRL moves one that is a model."""
 
     def __init__(self, reference: ReferencePolicy) -> None:
         self._reference = reference
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % args.reference_update_steps == 0:
-            self._reference.update()
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.update(args.ref_model_mixup_alpha)

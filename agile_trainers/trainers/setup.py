@@ -320,7 +320,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     if isinstance(trainer.processing_class, ProcessorMixin):
         encode = prepare_images(args, accelerator, policy, trainer.ref_model)
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
-    if args.reference_update_steps:
+    if args.sync_ref_model:
         trainer.add_callback(ReferenceUpdates(reference))
     taught = load_teachers(args, accelerator, policy, seam.tokenizer)
     _switch_off_noise(args, accelerator, policy, trainer.ref_model)

@@ -11,7 +11,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 
@@ -21,7 +21,7 @@ from transformers.trainer_utils import PredictionOutput
 from trl import GRPOTrainer
 
 from agile_trainers.adapters.folders import naming_full_disk
-from agile_trainers.adapters.loading import parent_of, restore_left_out
+from agile_trainers.adapters.loading import restore_left_out
 from agile_trainers.adapters.roles import POLICY, check_adapter, running, without_teachers
 from agile_trainers.adapters.sharding import gathering_adapters
 from agile_trainers.adapters.untrusted import reading_checkpoint
@@ -29,15 +29,12 @@ from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_to
 from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.integrity import step_of
 from agile_trainers.checkpoints.model_card import RunCards
-from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.resuming import apply_options, optimizer_options
-from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries.trl_tools import from_environment_factory
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
-from agile_trainers.monitor.rollout_log import Evaluated, completions_table
 from agile_trainers.packing.packer import batch_images, kept_of
 from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
@@ -52,12 +49,11 @@ from agile_trainers.trainers import setup as construction
 from agile_trainers.trainers.arguments import (
     check_argument_names,
     check_reward_functions,
-    has_adapter,
     load_adapter,
     loading_policy,
     named_model,
 )
-from agile_trainers.trainers.evaluation import conversations, kept_columns, rows_of
+from agile_trainers.trainers.evaluation import Evaluated, conversations, kept_columns, rows_of
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -196,26 +192,12 @@ class MultiTurnTrainer(_Trainer):
             for close in (setup.pool.close, setup.pool.abandon):
                 self._resources.callback(close)
             given |= setup.arguments
-        # With use_vllm TRL would make an engine of its own.
-        use_vllm, given["args"].use_vllm = given["args"].use_vllm, given["args"].use_vllm and setup is None
         inputs, saved = load_adapter(given)
-        if setup is not None:
-            decide_learning_rate(inputs["args"], adapter=has_adapter(inputs), own_optimizer=optimizers[0] is not None)
-        with loading_policy(inputs):
+        with loading_policy(inputs, episodes=setup is not None):
             super().__init__(**inputs)
         check_special_tokens(self.processing_class)
-        if setup is None:
-            parent, algorithm = (
-                parent_of(saved, self.model.config._name_or_path),
-                self._name.removeprefix("Multi-turn "),
-            )
-
-            def record() -> Any:
-                model = self.accelerator.unwrap_model(self.model)
-                return record_without_environment(algorithm, model, self.state.global_step, parent)
-
-        else:
-            self.use_vllm = self.args.use_vllm = use_vllm
+        if setup is not None:
+            self.use_vllm = self.args.use_vllm
             for name, part in vars(construction.make_parts(self, self._seam(), setup, saved, self._resources)).items():
                 setattr(self, name, part)
             self._turn_ratios = self.args.importance_sampling_level == "turn" and self.loss is None
@@ -223,8 +205,7 @@ class MultiTurnTrainer(_Trainer):
                 # TRL's loss sees log-probabilities whose token ratios already are the turn's.
                 self.importance_sampling_level = "token"
             use_table(self.callback_handler, disable_tqdm=self.args.disable_tqdm)
-            record = self.checkpoints.record
-        self.cards = RunCards(self, self._tag_names, self._paper, record)
+        self.cards = RunCards(self, self._name, self._tag_names, self._paper, saved)
         self.hub.check()
 
     def _seam(self) -> construction.Seam:
@@ -518,8 +499,7 @@ class MultiTurnTrainer(_Trainer):
         read = whole.with_advantage() if self.batches.skips_zero_advantage else whole
         again = updates_again(self.args)
         first = FirstPass(whole) if whole.old_per_token_logps is None and again else None
-        teaching = 0.0 if self.teacher is None else self.teacher.coefficient
-        taught = self.teacher.first_pass(whole) if self.teacher is not None and teaching and again else None
+        taught = self.teacher.first_pass(whole) if self.teacher is not None and again else None
         loss = self.token_batches.loss(
             model, read, whole, lambda part: self._loss_of(model, part, whole, first, taught), complete=self.is_in_train
         )
@@ -538,8 +518,7 @@ class MultiTurnTrainer(_Trainer):
         self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None, taught: FirstPass | None
     ) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
-        teaching = 0.0 if self.teacher is None else self.teacher.coefficient
-        told = self.teacher.read(model, part.batch) if self.teacher is not None and teaching else None
+        told = None if self.teacher is None else self.teacher.read(model, part.batch)
         with self._handing_over(part) as handed:
             handed.teacher = told
             if self.loss is None:
@@ -564,10 +543,8 @@ class MultiTurnTrainer(_Trainer):
         if self.demonstrated is not None:
             loss = self.demonstrated.add(loss, handed, whole, self.current_gradient_accumulation_steps)
         if self.teacher is not None:
-            self._add_metrics({"teacher/coef": teaching})
-            if teaching:
-                accumulation = self.current_gradient_accumulation_steps
-                loss = self.teacher.add_loss(loss, handed, whole, teaching, accumulation)
+            loss, metrics = self.teacher.add_loss(loss, handed, whole, self.current_gradient_accumulation_steps)
+            self._add_metrics(metrics)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss
@@ -681,18 +658,11 @@ class MultiTurnTrainer(_Trainer):
                 prefix = f"{metric_key_prefix}_{name}"
                 results |= self.evaluate(part, ignore_keys, prefix, num_episodes=num_episodes, greedy=greedy)
             return results
-        count = self.args.num_eval_episodes if num_episodes is None else num_episodes
-        if count < 1:
-            raise ValueError(f"num_episodes must be at least 1, got {count}.")
         training = self.model.training
-        played = self._play_evaluation(eval_dataset, count, greedy, metric_key_prefix)
+        played = self._play_evaluation(eval_dataset, num_episodes, greedy, metric_key_prefix)
         # TRL's `log` files metrics under the mode of the model.
         self.model.eval()
-        showing = completions_table(
-            self._logs, played, self.reward_func_names, Path(self.args.output_dir), self.state.global_step,
-            metric_key_prefix, writes=self.accelerator.is_main_process,
-        )  # fmt: skip
-        with showing if self.log_completions else nullcontext():
+        with self.evaluator.showing(played, self._logs, self.state.global_step, metric_key_prefix):
             self.log(played.metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
@@ -717,7 +687,7 @@ class MultiTurnTrainer(_Trainer):
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, played.metrics)
         return PredictionOutput(predictions=said, label_ids=None, metrics=played.metrics)
 
-    def _play_evaluation(self, dataset: Any, count: int, greedy: bool | None, prefix: str) -> Evaluated:
+    def _play_evaluation(self, dataset: Any, count: int | None, greedy: bool | None, prefix: str) -> Evaluated:
         self.check_open()
         tokens, in_train = self.state.num_input_tokens_seen, self.is_in_train
         return self.evaluator.play(dataset, count, greedy, prefix, tokens_seen=tokens, is_in_train=in_train)
@@ -747,11 +717,11 @@ class MultiTurnTrainer(_Trainer):
                 f"Training inside use_adapter({self._adapter!r}) would not train the policy. Leave the block."
             )
 
-    def update_reference(self) -> None:
-        """Move the reference to the policy, by ``reference_update_weight``. Batches scored before keep the earlier one."""
+    def update_reference(self, weight: float = 1.0) -> None:
+        """Make the reference ``weight`` of the policy and the rest of itself. Batches scored before keep the earlier one."""
         if self.engine is None:
             raise ValueError("update_reference() moves the reference of a run with an environment; pass `environment`.")
-        self.reference.update()
+        self.reference.update(weight)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -808,13 +778,9 @@ class MultiTurnTrainer(_Trainer):
             self.hub.push_checkpoint(Path(checkpoint_folder))
 
     def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Save the model to ``output_dir`` and push it: policy, tokenizer, record, model card and learning curve.
 
         See :meth:`HubPushes.save_and_push`; ``kwargs`` are ``dataset_name`` and ``tags`` of the model card.

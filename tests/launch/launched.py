@@ -18,14 +18,16 @@ from ppo_games import make_ppo, wake
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 STEPS, EPISODES = 3, 8
+COPIES = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+"""The policy becomes the reference after each step."""
 CASES: dict[str, dict[str, Any]] = {
     # A checkpoint in the middle of a generation batch that serves two updates.
     "grpo": {"num_iterations": 2, "beta": 0.1, "max_tokens_per_micro_batch": 150},
-    "grpo-full": {"lora": False, "beta": 0.1, "reference_update_steps": 1},
+    "grpo-full": {"lora": False, "beta": 0.1, **COPIES},
     # A reference that has moved when the run is gone on with.
     "reinforce": {
         "algorithm": "reinforce", "num_generations": 1, "gradient_checkpointing": True,
-        "beta": 0.1, "reference_adapter": True, "reference_update_steps": 1,
+        "beta": 0.1, "reference_adapter": True, **COPIES,
     },
     "reinforce-full": {"algorithm": "reinforce", "num_generations": 1, "lora": False},
     # The reference pass freezes the critic in the middle of a training step.

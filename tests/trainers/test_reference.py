@@ -13,6 +13,8 @@ from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.roles import POLICY, REFERENCE
 
 KINDS = {"lora": {"lora": True, "reference_adapter": True}, "full": {"lora": False}}
+MOVES = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+"""Copies the policy after each step."""
 
 
 def policy_and_reference(trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -45,7 +47,13 @@ def test_the_reference_moves_when_told_to(embedded_model, tmp_path, kind):
 def test_every_so_many_steps(embedded_model, tmp_path, kind):
     """After step 2 of 3 the policy of then is the reference: the KL of step 3 is 0 again, that of step 2 was not."""
     trainer = make_trainer(
-        embedded_model, tmp_path, beta=0.1, max_steps=3, reference_update_steps=2, learning_rate=1.0, **KINDS[kind]
+        embedded_model,
+        tmp_path,
+        beta=0.1,
+        max_steps=3,
+        learning_rate=1.0,
+        **KINDS[kind],
+        **MOVES | {"ref_model_sync_steps": 2},
     )
     trainer.train()
     kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
@@ -68,8 +76,8 @@ def test_a_reference_may_be_a_moving_average(embedded_model, tmp_path, kind):
     """After each of two steps a quarter of the policy is added."""
     kept = Policies()
     trainer = kept.trainer = make_trainer(
-        embedded_model, tmp_path, beta=0.1, max_steps=2, reference_update_steps=1, reference_update_weight=0.25,
-        learning_rate=1.0, callbacks=[kept], **KINDS[kind],
+        embedded_model, tmp_path, beta=0.1, max_steps=2, **MOVES | {"ref_model_mixup_alpha": 0.25}, learning_rate=1.0,
+        callbacks=[kept], **KINDS[kind],
     )  # fmt: skip
     _, average = policy_and_reference(trainer)
     trainer.train()
@@ -85,7 +93,7 @@ def test_the_reference_may_teach(embedded_model, tmp_path, weight: float, beta: 
     """It diverges by nothing at the start, and again after the update if that copies the policy whole."""
     trainer = make_trainer(
         embedded_model, tmp_path, beta=beta, reference_adapter=True, teacher="reference", max_steps=2, learning_rate=1.0,
-        reference_update_steps=1, **({} if weight == 1.0 else {"reference_update_weight": weight}),
+        **MOVES | {"ref_model_mixup_alpha": weight},
     )  # fmt: skip
     trainer.train()
     first, second = (entry["teacher/kl"] for entry in trainer.state.log_history if "teacher/kl" in entry)
@@ -98,8 +106,7 @@ def test_the_reference_may_teach(embedded_model, tmp_path, weight: float, beta: 
 @pytest.mark.slow
 def test_a_moving_average_that_teaches_survives_a_kill(embedded_model, tmp_path):
     changes = {
-        "beta": 0.0, "teacher": "reference", "reference_adapter": True, "reference_update_weight": 0.1,
-        "reference_update_steps": 1,
+        "beta": 0.0, "teacher": "reference", "reference_adapter": True, **MOVES, "ref_model_mixup_alpha": 0.1,
     }  # fmt: skip
     whole = run_until(99, "grpo", embedded_model, tmp_path / "whole", **changes)
     run_until(3, "grpo", embedded_model, tmp_path / "killed", **changes)
@@ -110,8 +117,7 @@ def test_a_moving_average_that_teaches_survives_a_kill(embedded_model, tmp_path)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_moved_reference_survives_a_resume(embedded_model, tmp_path, kind):
-    changes = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0, **KINDS[kind]}
-    changes["reference_update_steps"] = 1
+    changes = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0, **KINDS[kind], **MOVES}
     first = make_trainer(embedded_model, tmp_path / "a", max_steps=1, **changes)
     first.train()
     policy, reference = policy_and_reference(first)
@@ -142,18 +148,17 @@ def test_the_adapter_is_saved_beside_the_policy(embedded_model, tmp_path):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"beta": 0.1, "reference_update_steps": 2}, "Set reference_adapter=True"),
+        ({"beta": 0.1, "sync_ref_model": True}, "Set reference_adapter=True"),
         ({"beta": 0.1, "reference_adapter": True, "lora": False}, "Pass `peft_config`"),
         ({"reference_adapter": True}, "no effect with beta=0.0"),
-        ({"reference_update_steps": 2}, "no effect with beta=0.0"),
-        ({"beta": 0.1, "reference_adapter": True, "reference_update_weight": 0.5}, "acts with an update only"),
-        ({"beta": 0.1, "lora": False, "reference_update_steps": 1, "reference_update_weight": 0.0}, "positive"),
-        ({"beta": 0.1, "lora": False, "reference_update_steps": 1, "reference_update_weight": 1.5}, "1.5"),
+        ({"sync_ref_model": True}, "no effect with beta=0.0"),
+        ({"beta": 0.1, "reference_adapter": True, "ref_model_mixup_alpha": 0.5}, "acts with sync_ref_model=True only"),
+        ({"beta": 0.1, "lora": False, "sync_ref_model": True, "ref_model_mixup_alpha": 0.0}, "positive"),
+        ({"beta": 0.1, "lora": False, "sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, "1.5"),
         ({"teacher": "reference"}, "Set reference_adapter=True"),
-        ({"beta": 0.1, "reference_adapter": True, "reference_update_steps": 0}, "at least 1, got 0"),
         (
-            {"beta": 0.1, "lora": False, "reference_update_steps": 2, "sync_ref_model": True},
-            "reference_update_steps=2.*sync_ref_model=True",
+            {"beta": 0.1, "reference_adapter": True, "sync_ref_model": True, "ref_model_sync_steps": 0},
+            "at least 1, got 0",
         ),
         ({"kl_placement": "reward"}, "no effect with beta=0.0"),
         ({"beta": 0.1, "kl_placement": "rewards"}, "'loss', 'reward', 'advantage', got 'rewards'"),

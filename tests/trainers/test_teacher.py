@@ -488,9 +488,9 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
     def spied(loss: torch.Tensor, handed: Any, *others: Any) -> Any:
         batch = handed.batch
         if batch.importance_sampling_ratio is not None:
-            plain = add_loss(torch.zeros(()), handed, *others)
+            plain, _ = add_loss(torch.zeros(()), handed, *others)
             ratio, batch.importance_sampling_ratio = batch.importance_sampling_ratio, None
-            unweighed = add_loss(torch.zeros(()), handed, *others)
+            unweighed, _ = add_loss(torch.zeros(()), handed, *others)
             batch.importance_sampling_ratio = ratio
             seen.append((plain.item(), unweighed.item()))
         return add_loss(loss, handed, *others)
