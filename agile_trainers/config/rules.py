@@ -307,7 +307,7 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "ref_model_sync_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead", "replay_successes"),
+    at_least(0, "batches_ahead", "replay_successes", "proximal_coef"),
     positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
@@ -671,10 +671,16 @@ def skips_zero_advantage(args: Any) -> bool:
         return bool(args.skip_zero_advantage)
     in_loss = args.beta != 0.0 and args.kl_placement == "loss"
     entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
-    return not (in_loss or entropy or args.has_critic or args.teacher is not None)
+    return not (in_loss or entropy or args.has_critic or args.teacher is not None or args.proximal_coef)
 
 
 _BATCH = (
+    Rule(
+        ("proximal_coef",),
+        lambda args, value: value == 0.0 or args.gradient_accumulation_steps < args.steps_per_generation * args.num_iterations,
+        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: a batch has one update, which begins "
+        "at the policy that it would be held to. Leave proximal_coef unset, or raise num_iterations.",
+    ),
     Rule(
         ("skip_zero_advantage",),
         lambda args, value: value is not True or args.beta == 0.0 or args.kl_placement != "loss",

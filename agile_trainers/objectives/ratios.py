@@ -16,6 +16,17 @@ import torch
 from agile_trainers.objectives.segments import Reduction, pool_to_turns, spread_to_tokens
 
 
+def k3(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return TRL's k3 estimate of the divergence from a reference, ``exp(r - p) - (r - p) - 1``, of each token (B, T).
+
+    Args:
+        log_probs: (B, T), under the policy (p), with gradient.
+        reference: (B, T), under the reference (r); treated as a constant.
+    """
+    ratio = reference.detach() - log_probs
+    return ratio.exp() - ratio - 1
+
+
 def pool_log_probs(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, pooling: Reduction
 ) -> torch.Tensor:

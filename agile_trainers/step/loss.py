@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.demonstrations import demonstration_credit, demonstration_loss
-from agile_trainers.objectives.ratios import pool_log_probs
+from agile_trainers.objectives.ratios import k3, pool_log_probs
 from agile_trainers.packing.forward import Taught
 from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.step.credit import TurnMeans
@@ -305,6 +305,37 @@ def own_loss(
     return total, {metric: mean for metric, (mean, _) in found.items()}
 
 
+class ProximalPenalty:
+    """The part of the loss that holds further updates of a batch near the policy of its first; see ``proximal_coef``.
+
+    Args:
+        args: A ``MultiTurnConfig`` with ``proximal_coef``.
+        accelerator: The trainer's.
+        own_loss: True if the algorithm brings its own loss.
+    """
+
+    def __init__(self, args: Any, accelerator: Accelerator, *, own_loss: bool) -> None:
+        self._args, self._accelerator = args, accelerator
+        self._denominator = denominator_of(args, own_loss=own_loss)
+        self.means = TurnMeans("proximal_kl", "proximal/kl")
+        """The divergence of the tokens, over the micro-batches of an optimizer step."""
+
+    def add(
+        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Add this part to the loss of a pass; see :meth:`DemonstrationLoss.add`."""
+        batch, old, policy = handed.batch, handed.batch.old_per_token_logps, handed.token_log_probs
+        assert policy is not None
+        if old is None:  # the first update starts from this policy
+            return loss, {}
+        divergence = torch.where(batch.counted, k3(policy, old), 0.0)
+        self.means.add(divergence, batch.turn_ids, batch.counted)
+        total = LossOutput(divergence, self._denominator).total(batch.counted)
+        processes = self._accelerator.num_processes
+        by = divisor(self._denominator, whole, self._args, accumulation=accumulation, processes=processes)
+        return loss + self._args.proximal_coef * total / by, {}
+
+
 class DemonstrationLoss:
     """The part of the loss of an expert's episodes; see :mod:`agile_trainers.objectives.demonstrations`.
 
@@ -317,7 +348,7 @@ class DemonstrationLoss:
     def __init__(self, args: Any, accelerator: Accelerator, *, own_loss: bool) -> None:
         self._args, self._accelerator = args, accelerator
         self._denominator = denominator_of(args, own_loss=own_loss)
-        self.log_probs = TurnMeans("demonstration_log_prob", "demonstrations/log_prob")
+        self.means = TurnMeans("demonstration_log_prob", "demonstrations/log_prob")
         """The policy's of the tokens with credit, over the micro-batches of an optimizer step."""
 
     def add_column(self, output: TrainBatch, batch: TurnBatch, advantages: torch.Tensor) -> None:
@@ -337,8 +368,10 @@ class DemonstrationLoss:
                 credit = credit / mask.sum(dim=1, keepdim=True).clamp(min=1)
         output.token_columns[DEMONSTRATED] = self._args.demonstration_coef * credit
 
-    def add(self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int) -> torch.Tensor:
-        """Add this part to the loss of a pass.
+    def add(
+        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Add this part to the loss of a pass, and return metrics, of which there are none.
 
         Args:
             loss: Of the policy's own episodes, divided by the accumulation steps.
@@ -350,10 +383,9 @@ class DemonstrationLoss:
         assert log_probs is not None
         credit = batch.column(DEMONSTRATED)
         mask = credit > 0
-        self.log_probs.add(log_probs, batch.turn_ids, mask)
+        self.means.add(log_probs, batch.turn_ids, mask)
         kept = torch.where(mask, log_probs, 0.0)
         total = demonstration_loss(kept, batch.sampling_per_token_logps, credit, self._args.demonstration_loss).sum()
         processes = self._accelerator.num_processes
-        return loss + total / divisor(
-            self._denominator, whole, self._args, accumulation=accumulation, processes=processes
-        )
+        by = divisor(self._denominator, whole, self._args, accumulation=accumulation, processes=processes)
+        return loss + total / by, {}

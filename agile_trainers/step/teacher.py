@@ -103,7 +103,7 @@ class Teacher:
         given = args.teacher if isinstance(args.teacher, dict) else {}
         self._of = {environment: names.index(name) for environment, name in given.items()}
         self._denominator = denominator_of(args, own_loss=own_loss)
-        self.divergences = TurnMeans("teacher_kl", "teacher/kl")
+        self.means = TurnMeans("teacher_kl", "teacher/kl")
         """Divergence of each turn index, over the micro-batches of an optimizer step."""
 
     @property
@@ -226,7 +226,7 @@ class Teacher:
         state = self._state()
         return fading_coefficient(self._args.teacher_coef, self._args.teacher_steps, state.global_step, state.max_steps)
 
-    def add_loss(
+    def add(
         self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Add the teacher's part to the loss of a pass.
@@ -261,7 +261,7 @@ class Teacher:
         else:
             assert handed.divergence is not None
             measured, values = handed.divergence.detach(), weights * handed.divergence
-        self.divergences.add(measured, batch.turn_ids, mask)
+        self.means.add(measured, batch.turn_ids, mask)
         total = torch.where(mask, values, 0.0).sum()
         processes = self._accelerator.num_processes
         by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)

@@ -40,7 +40,7 @@ from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs, Models
-from agile_trainers.step.loss import DemonstrationLoss, FirstPass, LossInputs, LossOutput, LossPass, own_loss
+from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass, own_loss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import KEPT, Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
@@ -131,7 +131,6 @@ class MultiTurnTrainer(_Trainer):
     engine: Any = None
     critic = NoCritic()
     teacher: Teacher | None = None
-    demonstrated: DemonstrationLoss | None = None
 
     _loss_pass: LossPass | None = None
     _adapter: str | None = POLICY
@@ -540,10 +539,8 @@ class MultiTurnTrainer(_Trainer):
             first.add(handed.batch, handed.log_probs)
         if taught is not None and isinstance(told, torch.Tensor):
             taught.add(handed.batch, told)
-        if self.demonstrated is not None:
-            loss = self.demonstrated.add(loss, handed, whole, self.current_gradient_accumulation_steps)
-        if self.teacher is not None:
-            loss, metrics = self.teacher.add_loss(loss, handed, whole, self.current_gradient_accumulation_steps)
+        for added in self.added:
+            loss, metrics = added.add(loss, handed, whole, self.current_gradient_accumulation_steps)
             self._add_metrics(metrics)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)

@@ -483,7 +483,7 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
         embedded_model, tmp_path, teacher=teacher, batches_ahead=1, max_steps=3, learning_rate=0.5,
         drift_correction="token_truncate",
     )  # fmt: skip
-    seen, add_loss = [], trainer.teacher.add_loss
+    seen, add_loss = [], trainer.teacher.add
 
     def spied(loss: torch.Tensor, handed: Any, *others: Any) -> Any:
         batch = handed.batch
@@ -495,7 +495,7 @@ def test_batches_ahead_weigh_the_teachers_credit(embedded_model, tmp_path, teach
             seen.append((plain.item(), unweighed.item()))
         return add_loss(loss, handed, *others)
 
-    trainer.teacher.add_loss = spied
+    trainer.teacher.add = spied
     trainer.train()
     assert seen and any(abs(one - other) > 1e-6 for one, other in seen)
 
