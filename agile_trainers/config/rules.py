@@ -677,9 +677,11 @@ def skips_zero_advantage(args: Any) -> bool:
 _BATCH = (
     Rule(
         ("proximal_coef",),
-        lambda args, value: value == 0.0 or args.gradient_accumulation_steps < args.steps_per_generation * args.num_iterations,
-        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: a batch has one update, which begins "
-        "at the policy that it would be held to. Leave proximal_coef unset, or raise num_iterations.",
+        lambda args, value: (
+            value == 0.0 or args.gradient_accumulation_steps < args.steps_per_generation * args.num_iterations
+        ),
+        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: a batch has one update, which starts "
+        "at the policy that holds it. Leave proximal_coef unset, or raise num_iterations.",
     ),
     Rule(
         ("skip_zero_advantage",),
