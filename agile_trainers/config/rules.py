@@ -680,8 +680,8 @@ _BATCH = (
         lambda args, value: (
             value == 0.0 or args.gradient_accumulation_steps < args.steps_per_generation * args.num_iterations
         ),
-        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: a batch has one update, which starts "
-        "at the policy that holds it. Leave proximal_coef unset, or raise num_iterations.",
+        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: the one update of a batch starts at "
+        "the policy that would hold it. Leave proximal_coef unset, or raise num_iterations.",
     ),
     Rule(
         ("skip_zero_advantage",),
