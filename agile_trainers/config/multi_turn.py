@@ -232,7 +232,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     proximal_coef: float = option(
         0.0,
-        "Weight of the divergence (k3) from the policy of a batch's first update, in its further ones. Episodes without "
+        "Weight of the divergence (KL) from the policy of a batch's first update, in its further ones. Episodes without "
         "advantage are held to it too.",
     )
     zero_advantage_eps: float = option(

@@ -16,15 +16,17 @@ import torch
 from agile_trainers.objectives.segments import Reduction, pool_to_turns, spread_to_tokens
 
 
-def k3(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return TRL's k3 estimate of the divergence from a reference, ``exp(r - p) - (r - p) - 1``, of each token (B, T).
+def weighted_k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return what has the mean KL(policy || old) over tokens that the old policy sampled: k3 times the ratio, at least 0.
+
+    With the ratio w of the policy over the old one it is ``w * (1 / w - 1 + log w)``, as in TRL's loss with
+    ``use_bias_correction_kl`` (https://huggingface.co/papers/2512.02556, eq. 7).
 
     Args:
-        log_probs: (B, T), under the policy (p), with gradient.
-        reference: (B, T), under the reference (r); treated as a constant.
+        log_ratio: Of tokens, any shape, with gradient.
     """
-    ratio = reference.detach() - log_probs
-    return ratio.exp() - ratio - 1
+    ratio = log_ratio.exp()
+    return 1 - ratio + ratio * log_ratio
 
 
 def pool_log_probs(

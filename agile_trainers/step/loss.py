@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.demonstrations import demonstration_credit, demonstration_loss
-from agile_trainers.objectives.ratios import k3, pool_log_probs
+from agile_trainers.objectives.ratios import pool_log_probs, weighted_k3
 from agile_trainers.packing.forward import Taught
 from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.step.credit import TurnMeans
@@ -328,7 +328,7 @@ class ProximalPenalty:
         assert policy is not None
         if old is None:  # the first update starts from this policy
             return loss, {}
-        divergence = torch.where(batch.counted, k3(policy, old), 0.0)
+        divergence = torch.where(batch.counted, weighted_k3(policy - old), 0.0)
         self.means.add(divergence, batch.turn_ids, batch.counted)
         total = LossOutput(divergence, self._denominator).total(batch.counted)
         processes = self._accelerator.num_processes
