@@ -671,7 +671,7 @@ def skips_zero_advantage(args: Any) -> bool:
         return bool(args.skip_zero_advantage)
     in_loss = args.beta != 0.0 and args.kl_placement == "loss"
     entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
-    return not (in_loss or entropy or args.has_critic or args.teacher is not None or args.proximal_coef)
+    return not (in_loss or entropy or args.has_critic or args.teacher is not None)
 
 
 _BATCH = (
