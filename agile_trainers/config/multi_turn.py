@@ -232,8 +232,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     proximal_coef: float = option(
         0.0,
-        "Weight of the divergence KL(policy || first) in nats a token, from the policy of a batch's first update, in the loss "
-        "of its further ones ([held to the first policy](grpo.md#held-to-the-first-policy)).",
+        "Weight of the divergence (nats a token) from the policy of a batch's first update, in the loss of its further ones "
+        "([held to the first policy](grpo.md#held-to-the-first-policy)).",
     )
     zero_advantage_eps: float = option(
         1e-6,
