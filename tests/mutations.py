@@ -1238,6 +1238,27 @@ MUTATIONS = [
         "tests/trainers/test_passes.py -k other_terms",
     ),
     Mutation(
+        "a moving reference is a copy of the policy", "trainers/reference.py",
+        "_reference.update(args.ref_model_mixup_alpha)", "_reference.update(1.0)",
+        "tests/trainers/test_reference.py -k average",
+    ),
+    Mutation(
+        "further updates are held to nothing", "step/loss.py", "return loss + self._args.proximal_coef * total / by, {}",
+        "return loss + 0.0 * total / by, {}", "tests/trainers/test_proximal.py",
+    ),
+    Mutation(
+        "the divergence from a batch's first policy is weighed for no sampling", "objectives/ratios.py",
+        "return 1 - ratio + ratio * log_ratio", "return ratio - 1 - log_ratio", "tests/trainers/test_proximal.py -k hand",
+    ),
+    Mutation(
+        "the first update of a batch is held, and not its further ones", "step/loss.py",
+        "if old is None:  # the first update starts from this policy", "if old is not None:", "tests/trainers/test_proximal.py",
+    ),
+    Mutation(
+        "TRL's constructor sees a moving reference", "trainers/arguments.py", '("use_vllm", "sync_ref_model")', '("use_vllm",)',
+        "tests/trainers/test_reference.py",
+    ),
+    Mutation(
         "reference follows the policy at once", "trainers/reference.py",
         "state.global_step % args.ref_model_sync_steps == 0", "True",
         "tests/trainers/test_reference.py -k so_many_steps",
