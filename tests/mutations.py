@@ -1252,7 +1252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the first update of a batch is held, and not its further ones", "step/loss.py",
-        "if old is None:  # the first update starts from this policy", "if old is not None:", "tests/trainers/test_proximal.py",
+        "if old is None:  # the first update starts from this policy", "if old is not None:",
+        "tests/trainers/test_proximal.py",
     ),
     Mutation(
         "TRL's constructor sees a moving reference", "trainers/arguments.py", '("use_vllm", "sync_ref_model")', '("use_vllm",)',
