@@ -1256,7 +1256,8 @@ MUTATIONS = [
         "tests/trainers/test_proximal.py",
     ),
     Mutation(
-        "TRL's constructor sees a moving reference", "trainers/arguments.py", '("use_vllm", "sync_ref_model")', '("use_vllm",)',
+        "TRL's constructor sees a moving reference", "trainers/arguments.py",
+        '("use_vllm", "sync_ref_model")', '("use_vllm",)',
         "tests/trainers/test_reference.py",
     ),
     Mutation(
