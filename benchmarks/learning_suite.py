@@ -60,7 +60,6 @@ STUDIED = (
     "use_adaptive_entropy", "entropy_target", "max_grad_norm", "advantage_granularity", "loss_type", "adam_beta2",
     "advantage_baseline", "replay_successes", "demonstration_loss", "demonstration_coef", "bootstrap_at_limits",
     "gae_lambda", "critic_learning_rate", "critic_warmup_steps", "critic_layers", "whiten_advantages", "vf_coef",
-    "proximal_coef", "skip_zero_advantage",
 )  # fmt: skip
 """Options whose values are part of a saved training of ours."""
 ADDED: dict[str, Any] = {
@@ -74,8 +73,6 @@ ADDED: dict[str, Any] = {
     "critic_layers": None,
     "whiten_advantages": False,
     "vf_coef": 0.5,
-    "proximal_coef": 0.0,
-    "skip_zero_advantage": "auto",
 }
 """Values of options that came after the first trainings, whose lines lack them."""
 EARLIER: dict[str, Any] = {"num_iterations": 1}

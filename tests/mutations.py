@@ -1243,19 +1243,6 @@ MUTATIONS = [
         "tests/trainers/test_reference.py -k average",
     ),
     Mutation(
-        "further updates are held to nothing", "step/loss.py", "return loss + self._args.proximal_coef * total / by, {}",
-        "return loss + 0.0 * total / by, {}", "tests/trainers/test_proximal.py",
-    ),
-    Mutation(
-        "the divergence from a batch's first policy is weighed for no sampling", "objectives/ratios.py",
-        "return 1 - ratio + ratio * log_ratio", "return ratio - 1 - log_ratio", "tests/trainers/test_proximal.py -k hand",
-    ),
-    Mutation(
-        "the first update of a batch is held, and not its further ones", "step/loss.py",
-        "if old is None:  # the first update starts from this policy", "if old is not None:",
-        "tests/trainers/test_proximal.py",
-    ),
-    Mutation(
         "TRL's constructor sees a moving reference", "trainers/arguments.py",
         '("use_vllm", "sync_ref_model")', '("use_vllm",)',
         "tests/trainers/test_reference.py",

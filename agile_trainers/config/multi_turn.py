@@ -230,11 +230,6 @@ class MultiTurnConfig(GRPOConfig):
         "`none` pads the rows. `auto` packs where that costs less, checks once that packed and padded rows agree, and logs "
         "why where rows must stay padded; with `prefix` that is an error.",
     )
-    proximal_coef: float = option(
-        0.0,
-        "Weight of the divergence (nats a token) from the policy of a batch's first update, in the loss of its further ones "
-        "([held to the first policy](grpo.md#held-to-the-first-policy)).",
-    )
     zero_advantage_eps: float = option(
         1e-6,
         "Largest absolute advantage of a turn that counts as none. It acts on `skip_zero_advantage`, adaptive draws, "

@@ -307,7 +307,7 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "ref_model_sync_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead", "replay_successes", "proximal_coef"),
+    at_least(0, "batches_ahead", "replay_successes"),
     positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
@@ -675,14 +675,6 @@ def skips_zero_advantage(args: Any) -> bool:
 
 
 _BATCH = (
-    Rule(
-        ("proximal_coef",),
-        lambda args, value: (
-            value == 0.0 or args.gradient_accumulation_steps < args.steps_per_generation * args.num_iterations
-        ),
-        "proximal_coef={value} has no effect with num_iterations={args.num_iterations}: the one update of a batch starts at "
-        "the policy that would hold it. Leave proximal_coef unset, or raise num_iterations.",
-    ),
     Rule(
         ("skip_zero_advantage",),
         lambda args, value: value is not True or args.beta == 0.0 or args.kl_placement != "loss",

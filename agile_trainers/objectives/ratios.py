@@ -16,19 +16,6 @@ import torch
 from agile_trainers.objectives.segments import Reduction, pool_to_turns, spread_to_tokens
 
 
-def weighted_k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return what has the mean KL(policy || old) over tokens that the old policy sampled: k3 times the ratio, at least 0.
-
-    With the ratio w of the policy over the old one it is ``w * (1 / w - 1 + log w)``, as in TRL's loss with
-    ``use_bias_correction_kl`` (https://huggingface.co/papers/2512.02556, eq. 7).
-
-    Args:
-        log_ratio: Of tokens, any shape, with gradient.
-    """
-    ratio = log_ratio.exp()
-    return 1 - ratio + ratio * log_ratio
-
-
 def pool_log_probs(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, pooling: Reduction
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.demonstrations import demonstration_credit, demonstration_loss
-from agile_trainers.objectives.ratios import pool_log_probs, weighted_k3
+from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.packing.forward import Taught
 from agile_trainers.packing.kept_head import Teaching
 from agile_trainers.step.credit import TurnMeans
@@ -303,37 +303,6 @@ def own_loss(
         output.denominator, whole, args, accumulation=accumulation, processes=processes
     )
     return total, {metric: mean for metric, (mean, _) in found.items()}
-
-
-class ProximalPenalty:
-    """The part of the loss that holds further updates of a batch near the policy of its first; see ``proximal_coef``.
-
-    Args:
-        args: A ``MultiTurnConfig`` with ``proximal_coef``.
-        accelerator: The trainer's.
-        own_loss: True if the algorithm brings its own loss.
-    """
-
-    def __init__(self, args: Any, accelerator: Accelerator, *, own_loss: bool) -> None:
-        self._args, self._accelerator = args, accelerator
-        self._denominator = denominator_of(args, own_loss=own_loss)
-        self.means = TurnMeans("proximal_kl", "proximal/kl")
-        """The divergence of the tokens, over the micro-batches of an optimizer step."""
-
-    def add(
-        self, loss: torch.Tensor, handed: LossPass, whole: TrainBatch, accumulation: int
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Add this part to the loss of a pass; see :meth:`DemonstrationLoss.add`."""
-        batch, old, policy = handed.batch, handed.batch.old_per_token_logps, handed.token_log_probs
-        assert policy is not None
-        if old is None:  # the first update starts from this policy
-            return loss, {}
-        divergence = torch.where(batch.counted, weighted_k3(policy - old), 0.0)
-        self.means.add(divergence, batch.turn_ids, batch.counted)
-        total = LossOutput(divergence, self._denominator).total(batch.counted)
-        processes = self._accelerator.num_processes
-        by = divisor(self._denominator, whole, self._args, accumulation=accumulation, processes=processes)
-        return loss + self._args.proximal_coef * total / by, {}
 
 
 class DemonstrationLoss:

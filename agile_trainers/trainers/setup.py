@@ -66,7 +66,7 @@ from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
 from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
-from agile_trainers.step.loss import DemonstrationLoss, ProximalPenalty
+from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.successes import Successes
@@ -272,7 +272,7 @@ class StepParts:
     batches: BatchMaker
     mismatch: MismatchMonitor
     teacher: Teacher | None
-    added: list[DemonstrationLoss | ProximalPenalty | Teacher]
+    added: list[DemonstrationLoss | Teacher]
     """Parts of the loss beside the algorithm's."""
     turn_means: list[TurnMeans]
     """Values by turn index that a step logs: entropies, the divergence from a teacher, log-probs of demonstrations."""
@@ -426,7 +426,6 @@ def _make_step(
     teacher, demonstrated, has_own = None, None, trainer.loss is not None
     if args.demonstrations is not None or args.replay_successes:
         demonstrated = DemonstrationLoss(args, accelerator, own_loss=has_own)
-    proximal = ProximalPenalty(args, accelerator, own_loss=has_own) if args.proximal_coef else None
     if taught:
         teacher = Teacher(
             args, accelerator, seam.token_log_probs, packer, taught,
@@ -438,7 +437,7 @@ def _make_step(
     )  # fmt: skip
     delivery = Delivery(accelerator, lambda: accelerator.unwrap_model(trainer.model))
     mismatch = MismatchMonitor(accelerator, args.max_logprob_gap, sampler.conditions, delivery)
-    added = [part for part in (demonstrated, proximal, teacher) if part is not None]
+    added = [part for part in (demonstrated, teacher) if part is not None]
     turn_means = [TurnMeans("entropy"), *(part.means for part in added)]
     token_batches.observers = [
         *(means.remember for means in turn_means),
