@@ -152,7 +152,7 @@ def test_a_divergence_of_distributions_as_an_advantage_has_no_gradient(embedded_
     mine, theirs = world.log_softmax(world.model).detach(), world.log_softmax(teacher).detach()
     columns = drawn(trainer, world)
     weighs = probabilities(world).detach()[:, None] * len(world.episodes) * trainer.max_completion_length
-    trainer.teacher = None
+    trainer.teacher, trainer.added = None, []
     found = []
     for advantages in ((mine.exp() * (mine - theirs)).sum(-1), taken(world, mine) - taken(world, theirs)):
         columns["advantages"] = -weighs * advantages * batch.action_mask
