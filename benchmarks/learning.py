@@ -44,14 +44,15 @@ PICTURE = ROOT / "docs/images/learning.png"
 SIDE = ROOT / "benchmarks/learning_side.py"
 BASES = ROOT / "runs/learning"
 """Folder of the models that trainings start from; they are made once."""
-SIDES = ("ours", "TRL", "AgileRL")
-COLORS = {"ours": "#0072B2", "TRL": "#D55E00", "AgileRL": "#009E73"}
+DEFAULTS = "ours, defaults"
+SIDES = ("ours", DEFAULTS, "TRL", "AgileRL")
+COLORS = {"ours": "#0072B2", DEFAULTS: "#56B4E9", "TRL": "#D55E00", "AgileRL": "#009E73"}
 GOAL = 0.9
 BUDGETS = {"conditional": 4032, "delayed": 8640, "guess_number": 7680}
 """Episodes after which a training ends in any case."""
 TASKS = tuple(BUDGETS)
 OPTIONS = {"ours": {"advantage_granularity": "trajectory", "num_iterations": 1}}
-"""Options of a side with which it does what the others do; ``learning_suite.py`` trains with the defaults."""
+"""Options of a side with which it does what the others do."""
 TUNING = 3
 """The seed by which a learning rate is chosen."""
 SEEDS = (0, 1, 2)
@@ -108,7 +109,7 @@ def run(side: str, task: str, rate: float, seed: int, budget: int) -> Run:
         }  # fmt: skip
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         core = str(max(os.sched_getaffinity(0)))
-        command = ["taskset", "-c", core, python, str(SIDE), side, json.dumps(training)]
+        command = ["taskset", "-c", core, python, str(SIDE), side.partition(",")[0], json.dumps(training)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SLOWEST, env=_environment())
         except subprocess.TimeoutExpired:
@@ -190,11 +191,10 @@ def table(runs: Sequence[Run]) -> str:
     """Episodes and seconds of each side and task as a Markdown table; means over seeds (lowest to highest)."""
     lines = [
         "| task | side | rate | arrived | episodes | CPU seconds | with imports | wall seconds | CPU seconds, ours / it | "
-        "with imports |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "with imports | defaults / it | with imports |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task in BUDGETS:
-        mine = final(runs, "ours", task)
         for side in SIDES:
             of = final(runs, side, task)
             if not of:
@@ -202,16 +202,20 @@ def table(runs: Sequence[Run]) -> str:
             cells = [f"`{task}`", side, f"{of[0]['rate']:g}", f"{sum(run['arrived'] for run in of)}/{len(of)}"]
             cells += [_range([run["episodes"] for run in of])]
             cells += [_range([run[name] for run in of]) for name in ("cpu", "process_cpu", "process_wall")]
-            for name in ("cpu", "process_cpu"):
-                ratio = sum(run[name] for run in mine) / sum(run[name] for run in of) if len(mine) == len(of) else None
-                cells.append("" if side == "ours" or ratio is None else f"{ratio:.2f}")
+            for ours in ("ours", DEFAULTS):
+                mine = final(runs, ours, task)
+                for name in ("cpu", "process_cpu"):
+                    ratio = (
+                        sum(run[name] for run in mine) / sum(run[name] for run in of) if len(mine) == len(of) else None
+                    )
+                    cells.append("" if side == ours or ratio is None else f"{ratio:.2f}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def speed_table(runs: Sequence[Run]) -> str:
     """CPU milliseconds of an episode, imports aside, as a Markdown table."""
-    lines = ["| task | turns | ours | TRL | AgileRL |", "|---|---|---|---|---|"]
+    lines = [f"| task | turns | {' | '.join(SIDES)} |", "|---|---|---|---|---|---|"]
     turns = {"conditional": "1", "delayed": "3", "guess_number": "1 to 4"}
     for task in BUDGETS:
         cells = [f"`{task}`", turns[task]]

@@ -48,12 +48,12 @@ def test_a_rate_is_that_with_the_fewest_episodes() -> None:
 
 def test_what_is_left_is_the_sweep_and_then_each_seed() -> None:
     sweep = learning.left([])
-    assert len(sweep) == 18 and {seed for *_, seed in sweep} == {learning.TUNING}
-    assert [side for side, *_ in sweep[:4]] == ["ours", "TRL", "AgileRL", "ours"]  # in turns
+    assert len(sweep) == 24 and {seed for *_, seed in sweep} == {learning.TUNING}
+    assert [side for side, *_ in sweep[:5]] == [*learning.SIDES, "ours"]  # in turns
     done = [finished(*one, 1000) for one in sweep]
     after = learning.left(done)
     assert (
-        len(after) == 27 and [seed for *_, seed in after] == [0] * 6 + [1] * 6 + [2] * 6 + [0] * 3 + [1] * 3 + [2] * 3
+        len(after) == 36 and [seed for *_, seed in after] == [0] * 8 + [1] * 8 + [2] * 8 + [0] * 4 + [1] * 4 + [2] * 4
     )
     assert learning.left([*done, finished(*after[0], 1000)]) == after[1:]
 
