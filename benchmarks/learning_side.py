@@ -142,8 +142,9 @@ def ours(
 
     from agile_trainers.trainers import find_algorithm
 
+    kind = find_algorithm(algorithm)  # which imports it
     imported()
-    game, kind = EVERY[task], find_algorithm(algorithm)
+    game = EVERY[task]
     arguments = _arguments(folder, **common) | {"max_turns": game.turns, "max_new_tokens": game.new_tokens}
     rows = list(game.rows)
     if kind.config_class.groupless:  # an episode of each row in place of a group
