@@ -363,7 +363,8 @@ class RunCards:
     ) -> None:
         self._trainer: Any = trainer
         self._algorithm, self._tags, self._paper = name.removeprefix("Multi-turn "), tags, paper
-        self._parent = parent_of(saved, self._trainer.model.config._name_or_path)
+        # With an environment the checkpoints have read it.
+        self._parent = parent_of(saved, trainer.model.config._name_or_path) if self._trainer.engine is None else None
         self._dataset: str | None = None
         self._picture: tuple[bytes, bytes | None] = b"", None
         """Digest of what the last curve shows, which is as long as the run, and the curve."""
