@@ -426,10 +426,13 @@ def test_the_coefficient_falls(embedded_model, tmp_path, teacher, steps, expecte
     trainer = make_trainer(
         embedded_model, tmp_path, teacher=teacher, teacher_coef=0.8, teacher_steps=steps, max_steps=4
     )
+    reads, read = [], trainer.teacher._log_probs_of
+    trainer.teacher._log_probs_of = lambda *given: reads.append(trainer.teacher.coefficient) or read(*given)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "teacher/coef" in entry]
     assert [entry["teacher/coef"] for entry in steps] == pytest.approx(expected)
     assert ["teacher/kl" in entry for entry in steps] == [coefficient > 0 for coefficient in expected]
+    assert reads and min(reads) > 0
 
 
 def test_the_teacher_is_not_saved_and_stays_as_it_is(embedded_model, tmp_path, teacher) -> None:

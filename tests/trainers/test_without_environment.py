@@ -10,7 +10,7 @@ import trl
 import yaml
 from cards import cards_of
 from datasets import Dataset
-from games import settings
+from games import make_trainer, settings
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -143,3 +143,15 @@ def test_every_folder_has_a_card_of_the_run(embedded_model, tmp_path, lora):
     assert len(cards_of(tmp_path)) == (0 if lora is None else 4)
     trainer.create_model_card(dataset_name="me/rows")
     assert "GRPO on rows of [me/rows]" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_of_a_continued_adapter_names_what_it_is_from(embedded_model, tmp_path):
+    """A run with an environment first, whose adapter is trained on rows."""
+    first = make_trainer(embedded_model, tmp_path / "games", max_steps=1)
+    first.train()
+    first.save_model(str(tmp_path / "played"))
+    args = MultiTurnGRPOConfig(**trl_settings(tmp_path / "rows", max_completion_length=4))
+    trainer = MultiTurnGRPOTrainer(str(tmp_path / "played"), distinct_letters, args, ROWS)
+    trainer.save_model(str(tmp_path / "saved"))
+    text = (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
+    assert "this model" in text and "Multi-turn GRPO" in text.split("this model")[1] and "played" in text
