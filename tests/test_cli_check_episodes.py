@@ -11,6 +11,7 @@ from faulty_games import WORDS
 from rich.console import Console
 
 from agile_trainers.cli.check import command as check
+from agile_trainers.cli.check import plays
 
 
 def run(environment: str, *options: str) -> tuple[int, str]:
@@ -57,6 +58,28 @@ def test_what_is_said(broken: str, code: int, message: str) -> None:
     got, report = run(broken)
     assert got == code and re.search(message, report), report
     assert broken.startswith("Shared") or "share state" not in report, report
+
+
+@pytest.mark.parametrize(
+    ("apart", "here", "found"),
+    [
+        ("AAAA", "BCDEFGH", "instances share state: .* is told 'C' in turn 1 after others and 'A' in a new process"),
+        ("AAAB", "BCDEFGH", None),  # new processes agree by chance
+        ("", "BCAABBB", "instances share state: .* is told 'B' in turn 1 beside others and 'A' alone"),
+        ("ABCD", "BCAABBDEF", None),  # an episode agrees beside others, and alone, by chance
+    ],
+)
+def test_a_random_environment_may_agree_with_itself_by_chance(monkeypatch, apart: str, here: str, found: Any) -> None:
+    """The results of an episode, in the order in which it is played: beside others, after them, alone twice, and again."""
+    results = {True: iter(apart), False: iter(here)}
+
+    def played(*_: Any, apart: bool = False) -> list[Any]:
+        return [("start", [(0.0, next(results[apart]))], "end", 0.0, None, 0.0)]
+
+    monkeypatch.setattr(plays, "_replayed", played)
+    monkeypatch.setattr(plays, "_result", lambda episode: episode)
+    told = plays._dependence(None, [plays.Game(None, ("own",))])
+    assert re.match(found, told) if found else told is None
 
 
 @pytest.mark.parametrize(

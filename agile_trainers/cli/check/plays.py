@@ -36,6 +36,8 @@ from agile_trainers.types import Trajectory, common_prefix
 
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
+CERTAIN = 3
+"""Number of times that these must be played again with equal results before they are blamed on others."""
 CROSSED, STARTS = 4, 8
 """Answers of as many episodes that are given at so many starts."""
 SLOW = 60.0
@@ -153,8 +155,9 @@ class Game:
 def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     """Return a problem if episodes depend on others, "" if they are repeatable, and None if they differ otherwise.
 
-    Episodes depend on others if the same answers give twice one result alone, and twice the same other one beside them; or
-    if new processes agree with each other, and not with this one, in which others have been played.
+    Episodes depend on others if the same answers give twice one result alone, and always the same other one beside them; or
+    if new processes agree with each other, and not with this one, in which others have been played. Always is in
+    ``CERTAIN`` plays more, since two of a random environment with few results may agree.
     """
     own = [_result(game.episode) for game in games]
     beside, after = _together(run, games), _in_turn(run, games)
@@ -163,7 +166,7 @@ def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     alone, twice = ([_in_turn(run, [game])[0] for game in games] for _ in range(2))
     for others, again, why in ((beside, _together, _SHARED), (after, _in_turn, _LEFT)) if alone == twice else ():
         differ = [n for n in range(len(games)) if others[n] != alone[n]]
-        if differ and others == again(run, games):  # each of several episodes, since two random ones may agree
+        if differ and all(others == again(run, games) for _ in range(CERTAIN)):
             differs = _differs(others[differ[0]], alone[differ[0]], why[1])
             return f"{why[0]}: with the same answers, an episode {differs}. {why[2]}"
     state = random_state()
@@ -176,7 +179,9 @@ def _dependence(run: Run, games: Sequence[Game]) -> str | None:
     except ValueError:  # a factory that cannot be sent to another process
         return None
     differ = [n for n, result in enumerate(new) if result != after[n]]
-    if len(new) < len(games) or not differ or new != _replayed(run, games, alone_in, apart=True):
+    if len(new) < len(games) or not differ:
+        return None
+    if not all(new == _replayed(run, games, alone_in, apart=True) for _ in range(CERTAIN)):
         return None
     differs = _differs(after[differ[0]], new[differ[0]], ("after others", "in a new process"))
     return f"{_SHARED[0]}: with the same answers, an episode {differs}. {_SHARED[2]}"
