@@ -180,8 +180,9 @@ def test_without_a_gpu_the_command_trains_on_the_cpus(embedded_model, tmp_path):
     assert state["global_step"] == 1 and state["options"]["gradient_accumulation_steps"] == 4
 
 
-def test_an_example_runs_on_two_processes(tmp_path):
+def test_an_example_runs_on_two_processes(tmp_path, monkeypatch):
     """SFT and GRPO with LoRA, from a model that both processes need."""
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))  # it draws
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
     pytest.importorskip("gem", reason="needs GEM: pip install 'agile-trainers[envs]'")
     options = ["--output_dir", tmp_path, "--sft_steps", "3", "--rl_steps", "1"]
