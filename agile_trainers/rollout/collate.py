@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 
 from agile_trainers.objectives.kept_sets import pad_sets
@@ -47,46 +49,36 @@ def collate(
         _check(trajectory)
     prompts = [trajectory.prompt_ids if trajectory.turns else [end_token_id] for trajectory in trajectories]
     completions = [trajectory.completion_ids or [end_token_id] for trajectory in trajectories]
+    turns = [trajectory.turns for trajectory in trajectories]
     size = len(trajectories)
     width = _round_up(max(map(len, prompts)), pad_to_multiple_of)
     length = _round_up(max(map(len, completions)), pad_to_multiple_of)
-    num_turns = max(1, max(len(trajectory.turns) for trajectory in trajectories))
+    num_turns = max(1, *map(len, turns))
+    counts = torch.tensor([[len(own)] for own in turns])
+    completed = torch.tensor([[len(completion)] for completion in completions])
+    numbers = torch.arange(num_turns + 1)
+    starts = _padded([[turn.start for turn in own] for own in turns], num_turns + 1)
 
     batch = TurnBatch(
-        prompt_ids=torch.full((size, width), pad_token_id),
-        prompt_mask=torch.zeros(size, width, dtype=torch.long),
-        completion_ids=torch.full((size, length), pad_token_id),
-        completion_mask=torch.zeros(size, length, dtype=torch.long),
-        turn_ids=torch.full((size, length), NO_TURN),
-        turn_rewards=torch.zeros(size, num_turns),
-        turn_mask=torch.zeros(size, num_turns, dtype=torch.bool),
-        state_positions=torch.zeros(size, num_turns + 1, dtype=torch.long),
+        prompt_ids=_padded([prompt[::-1] for prompt in prompts], width, pad_token_id).flip(1),
+        prompt_mask=(torch.arange(width) >= width - torch.tensor([[len(prompt)] for prompt in prompts])).long(),
+        completion_ids=_padded(completions, length, pad_token_id),
+        completion_mask=(torch.arange(length) < completed).long(),
+        turn_ids=_turn_ids(trajectories, length),
+        turn_rewards=_padded([[turn.reward for turn in own] for own in turns], num_turns, dtype=np.float32),
+        turn_mask=numbers[:-1] < counts,
+        # The final state, and before it those of the turns that happened.
+        state_positions=width - 1 + torch.where(numbers < counts, starts, completed),
         truncated=torch.tensor([trajectory.stop_reason.truncated for trajectory in trajectories]),
         unfinished=torch.tensor([it.stop_reason.truncated and it.end_reward is None for it in trajectories]),
         failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
-        sampling_logprobs=torch.zeros(size, length),
-        anchors=torch.zeros(size, num_turns, dtype=torch.long),
+        sampling_logprobs=_padded([it.sampling_logprobs for it in trajectories], length, dtype=np.float32),
+        anchors=_padded([[0 if it is None else _hash(it) for it in one.anchors] for one in trajectories], num_turns),
         environments=torch.tensor([0 if (name := it.environment_name) is None else _hash(name) for it in trajectories]),
-        following=torch.arange(1, num_turns + 1).repeat(size, 1),
-        rewarded=torch.arange(num_turns).repeat(size, 1),
+        following=torch.where(numbers[1:] < counts, numbers[1:], num_turns),
+        rewarded=numbers[:-1].repeat(size, 1),
         linear=torch.tensor([trajectory.linear for trajectory in trajectories]),
     )
-    for row, (trajectory, prompt, completion) in enumerate(zip(trajectories, prompts, completions)):
-        batch.prompt_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        batch.prompt_mask[row, width - len(prompt) :] = 1
-        batch.completion_ids[row, : len(completion)] = torch.tensor(completion)
-        batch.completion_mask[row, : len(completion)] = 1
-        batch.sampling_logprobs[row, : len(trajectory.sampling_logprobs)] = torch.tensor(trajectory.sampling_logprobs)
-        # Every entry is first the final state; the turns that happened then overwrite theirs.
-        batch.state_positions[row] = width + len(completion) - 1
-        for k, turn in enumerate(trajectory.turns):
-            batch.turn_ids[row, turn.start : turn.end] = k
-            batch.turn_rewards[row, k] = turn.reward
-            batch.turn_mask[row, k] = True
-            batch.state_positions[row, k] = width + turn.start - 1
-        for k, anchor in enumerate(trajectory.anchors):
-            batch.anchors[row, k] = 0 if anchor is None else _hash(anchor)
-        batch.following[row, max(len(trajectory.turns) - 1, 0) :] = num_turns
     if any(trajectory.demonstration for trajectory in trajectories):
         batch.demonstrations = torch.tensor([trajectory.demonstration for trajectory in trajectories])
     if any(trajectory.kept is not None for trajectory in trajectories):
@@ -99,6 +91,27 @@ def collate(
         assert encode is not None
         batch.image_features, batch.image_places = _images(trajectories, encode, device)
     return batch.to(device)
+
+
+def _padded(
+    rows: Sequence[Sequence[float]], width: int, fill: int = 0, dtype: type[np.generic] = np.int64
+) -> torch.Tensor:
+    """Arrange rows of numbers as (B, width), each followed by ``fill``."""
+    lengths = np.array([len(row) for row in rows])
+    padded = np.full((len(rows), width), fill, dtype)
+    padded[np.arange(width) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), dtype, lengths.sum())
+    return torch.from_numpy(padded)
+
+
+def _turn_ids(trajectories: Sequence[Trajectory], length: int) -> torch.Tensor:
+    """Return the turn (B, length) that each token belongs to."""
+    spans = [(row, k, one.start, one.end) for row, it in enumerate(trajectories) for k, one in enumerate(it.turns)]
+    rows, turns, starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 4).T
+    tokens = ends - starts
+    columns = np.arange(tokens.sum()) + np.repeat(ends - tokens.cumsum(), tokens)
+    ids = np.full((len(trajectories), length), NO_TURN)
+    ids[np.repeat(rows, tokens), columns] = np.repeat(turns, tokens)
+    return torch.from_numpy(ids)
 
 
 def _images(

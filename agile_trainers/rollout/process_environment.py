@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import pickletools
 import resource
 import signal
 import sys
@@ -52,6 +53,8 @@ _STARTS, _PAUSE = 50, 0.1
 """Attempts to start a process, and the seconds between them, in which a killed server comes to its end."""
 _CLOSING_SECONDS = 5.0
 """Seconds that an environment has to close, and its process to exit, before it is killed."""
+_IMPORT = (cloudpickle.cloudpickle.subimport.__module__, "subimport")
+"""How a pickled function names the modules that it uses."""
 _SERVER_SOCKET = "agile_trainers.rollout.server_socket"
 
 _connections: WeakKeyDictionary[BaseProcess, ReferenceType[Connection]] = WeakKeyDictionary()
@@ -96,7 +99,7 @@ class ProcessEnvironment:
         sent = pickled(factory)
         context = multiprocessing.get_context("forkserver")
         # Imported once, before the first fork, instead of in every process.
-        context.set_forkserver_preload([_SERVER_SOCKET, "psutil", __name__, *_module(factory)])
+        context.set_forkserver_preload([_SERVER_SOCKET, "psutil", __name__, *_modules(sent)])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
         with _without_main_module():
@@ -224,9 +227,20 @@ _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
 }
 
 
-def _module(factory: Any) -> list[str]:
-    name = getattr(getattr(factory, "func", factory), "__module__", None)
-    return [name] if name not in (None, "__main__") else []
+def _modules(sent: bytes) -> set[str]:
+    """Return the modules that a pickle imports: of what a factory is made of, and those that its functions use."""
+    pushed, kept, found = list[Any](), list[Any](), set[str]()
+    for opcode, argument, _ in pickletools.genops(sent):
+        if opcode.name == "MEMOIZE":
+            kept.append(pushed[-1])
+            continue
+        if opcode.name == "STACK_GLOBAL":
+            argument = tuple(pushed[-2:])
+            found.add(argument[0])
+        elif opcode.name == "TUPLE1" and pushed[-2] == _IMPORT:
+            found.add(pushed[-1])
+        pushed.append(kept[argument] if opcode.name.endswith("BINGET") else argument)
+    return found - {"__main__"}
 
 
 @contextmanager

@@ -332,7 +332,7 @@ def change_it_later(environment: Misbehaving) -> Any:
     def write() -> None:
         for n in range(1000):
             for message in messages:
-                message["content"], message[str(n)] = str(n), n
+                message["content"], message[str(n % 5)] = str(n), n
             messages.append({"role": "user", "content": "x"})
             time.sleep(1e-4)
 

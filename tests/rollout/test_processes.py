@@ -98,30 +98,38 @@ def test_lambdas_and_closures_are_sent_by_value() -> None:
 
 
 def test_an_environment_of_the_script_itself_is_sent_without_running_the_script_again(tmp_path: Path) -> None:
-    """Neither a guard nor a module of its own is needed."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    """Neither a guard nor a module of its own is needed. What it uses is imported once for all processes."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for name in ("used", "held"):
+        (tmp_path / f"{name}.py").write_text(f'print("{name}", flush=True)\nclass It: pass')
     shown = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
-    )
-    assert shown.stdout.split() == ["main", "[1.0,", "2.0]"], shown.stderr
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+    imports, played = shown.stdout.split("playing")
+    assert imports.split() == ["used", "held", "main"], shown.stderr
+    assert sorted(played.split()) == ["1.0", "1.0", "2.0", "2.0", "held", "used"]
 
 
 SCRIPT = """
-import asyncio, sys
-sys.path.insert(0, "")
+import asyncio
+import used
+from functools import partial
 from elsewhere import Elsewhere
+from held import It
 from agile_trainers.rollout.process_environment import ProcessEnvironment
-print("main", flush=True)
+print("main playing", flush=True)
 class Mine(Elsewhere):
-    pass
+    def __init__(self, it):
+        super().__init__()
+        self.used = used.It
 async def play():
-    environment = ProcessEnvironment(Mine)
-    await environment.reset()
-    rewards = [(await environment.step("go"))[1] for _ in range(2)]
-    await environment.close()
-    return rewards
-print(asyncio.run(play()), flush=True)
+    environments = [ProcessEnvironment(partial(Mine, It())) for _ in range(2)]
+    for environment in environments:
+        await environment.reset()
+        print(*[(await environment.step("go"))[1] for _ in range(2)])
+        await environment.close()
+asyncio.run(play())
 """
 
 
