@@ -312,6 +312,14 @@ MUTATIONS = [
         "episode.turns[-1].reward += episode.end_reward", "pass", END,
     ),
     Mutation(
+        "modules that an environment uses are imported in each process", "rollout/process_environment.py",
+        'opcode.name == "TUPLE1" and pushed[-2] == _IMPORT', "False", "tests/rollout/test_processes.py",
+    ),
+    Mutation(
+        "modules that a factory is made of are imported in each process", "rollout/process_environment.py",
+        "found.add(argument[0])", "pass", "tests/rollout/test_processes.py",
+    ),
+    Mutation(
         "what the environment rewarded at a limit is estimated again", "rollout/collate.py",
         "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
     ),
@@ -1058,12 +1066,12 @@ MUTATIONS = [
     ),
     Mutation(
         "off-by-one turn start", "rollout/collate.py",
-        "batch.turn_ids[row, turn.start : turn.end] = k", "batch.turn_ids[row, turn.start + 1 : turn.end + 1] = k",
+        "np.repeat(ends - tokens.cumsum(), tokens)", "np.repeat(ends - tokens.cumsum() + 1, tokens)",
         "tests/rollout/test_collate.py",
     ),
     Mutation(
         "value read after the first action token", "rollout/collate.py",
-        "batch.state_positions[row, k] = width + turn.start - 1", "batch.state_positions[row, k] = width + turn.start",
+        "torch.where(numbers < counts, starts, completed)", "torch.where(numbers < counts, starts + 1, completed)",
         "tests/rollout/test_collate.py",
     ),
     Mutation(

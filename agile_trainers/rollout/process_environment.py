@@ -54,7 +54,7 @@ _STARTS, _PAUSE = 50, 0.1
 _CLOSING_SECONDS = 5.0
 """Seconds that an environment has to close, and its process to exit, before it is killed."""
 _IMPORT = (cloudpickle.cloudpickle.subimport.__module__, "subimport")
-"""How a pickled function names the modules that it uses."""
+"""The function by which a pickled function imports a module that it uses."""
 _SERVER_SOCKET = "agile_trainers.rollout.server_socket"
 
 _connections: WeakKeyDictionary[BaseProcess, ReferenceType[Connection]] = WeakKeyDictionary()

@@ -102,9 +102,10 @@ def test_an_environment_of_the_script_itself_is_sent_without_running_the_script_
     (tmp_path / "script.py").write_text(SCRIPT)
     for name in ("used", "held"):
         (tmp_path / f"{name}.py").write_text(f'print("{name}", flush=True)\nclass It: pass')
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     shown = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     imports, played = shown.stdout.split("playing")
     assert imports.split() == ["used", "held", "main"], shown.stderr
