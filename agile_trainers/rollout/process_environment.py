@@ -230,6 +230,7 @@ _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
 def _modules(sent: bytes) -> set[str]:
     """Return the modules that a pickle imports: of what a factory is made of, and those that its functions use."""
     pushed, kept, found = list[Any](), list[Any](), set[str]()
+    argument: Any
     for opcode, argument, _ in pickletools.genops(sent):
         if opcode.name == "MEMOIZE":
             kept.append(pushed[-1])
