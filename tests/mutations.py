@@ -320,6 +320,10 @@ MUTATIONS = [
         "found.add(argument[0])", "pass", "tests/rollout/test_processes.py",
     ),
     Mutation(
+        "the end of a frame hides a module", "rollout/process_environment.py",
+        'opcode.name in ("MEMOIZE", "FRAME")', 'opcode.name == "MEMOIZE"', "tests/rollout/test_processes.py",
+    ),
+    Mutation(
         "what the environment rewarded at a limit is estimated again", "rollout/collate.py",
         "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import inspect
 import multiprocessing
 import os
@@ -227,13 +228,15 @@ _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
 }
 
 
-def _modules(sent: bytes) -> set[str]:
+@functools.lru_cache(maxsize=1)  # the instances of a pool are of one factory
+def _modules(sent: bytes) -> frozenset[str]:
     """Return the modules that a pickle imports: of what a factory is made of, and those that its functions use."""
     pushed, kept, found = list[Any](), list[Any](), set[str]()
     argument: Any
     for opcode, argument, _ in pickletools.genops(sent):
         if opcode.name == "MEMOIZE":
             kept.append(pushed[-1])
+        if opcode.name in ("MEMOIZE", "FRAME"):  # they push nothing
             continue
         if opcode.name == "STACK_GLOBAL":
             argument = tuple(pushed[-2:])
@@ -241,7 +244,7 @@ def _modules(sent: bytes) -> set[str]:
         elif opcode.name == "TUPLE1" and pushed[-2] == _IMPORT:
             found.add(pushed[-1])
         pushed.append(kept[argument] if opcode.name.endswith("BINGET") else argument)
-    return found - {"__main__"}
+    return frozenset(found - {"__main__"})
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from episodes import ScriptedSampler, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.process_environment import _modules, pickled
 from agile_trainers.types import StopReason
 
 TERMINATED, ERROR, TIMEOUT = StopReason.TERMINATED, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT
@@ -132,6 +134,12 @@ async def play():
         await environment.close()
 asyncio.run(play())
 """
+
+
+def test_modules_are_found_wherever_a_frame_of_the_pickle_ends() -> None:
+    """A frame is 64 KiB; the name of the environment's module is the last string of one, or the first of the next."""
+    for length in range(65_400, 65_500):
+        assert _modules(pickled(partial(print, ["x" * length], Elsewhere))) == {"builtins", "functools", "elsewhere"}
 
 
 def test_a_factory_that_cannot_be_sent_is_refused() -> None:
