@@ -402,7 +402,7 @@ class RunCards:
             text = model_card(
                 name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
                 model_id=model_id,
-                record=self._record(self._trainer),
+                record=self._record(),
                 log_history=log,
                 options=hyperparameters(trainer.args),
                 tags=sorted({*self._tags, *tags}),
@@ -414,7 +414,8 @@ class RunCards:
             )
             write_card(folder, text, self._picture[1])
 
-    def _record(self, trainer: Any) -> Mapping[str, Any]:
+    def _record(self) -> Mapping[str, Any]:
+        trainer = self._trainer
         if trainer.engine is not None:
             return trainer.checkpoints.record()
         model = trainer.accelerator.unwrap_model(trainer.model)

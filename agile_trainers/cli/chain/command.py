@@ -378,7 +378,7 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     if trainer.args.push_to_hub:
         # `Trainer` would push the whole folder, the chain's files too.
         trainer.args.push_to_hub = False
-        trainer.add_callback(_Pushes(trainer))
+        trainer.add_callback(_Pushes(HubPushes(trainer)))
     return trainer
 
 
@@ -426,9 +426,9 @@ class _DPO(_WithoutPickle, DPOTrainer):
 class _Pushes(TrainerCallback):
     """Pushes the checkpoints of TRL's trainers, as the other trainers push theirs."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._hub = HubPushes(trainer)
-        self._hub.check()
+    def __init__(self, hub: HubPushes) -> None:
+        self._hub = hub
+        hub.check()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hub.push_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
