@@ -102,6 +102,7 @@ ALGORITHMS["ppo, defaults"] = replace(
     ALGORITHMS["ppo"],
     options={"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "num_iterations": 4},
 )
+ALGORITHMS["gspo, defaults"] = Algorithm("gspo")
 TURN_LEVEL = ("grpo", "reinforce", "ppo", "ppo, critic_layers=1", "ppo, defaults")
 
 RECIPE: dict[str, Any] = {

@@ -1846,6 +1846,10 @@ MUTATIONS = [
         "tests/trainers/test_closing.py -k of_a_pool",
     ),
     Mutation(
+        "a coroutine that has not begun when the loop ends never does", "rollout/environment_pool.py",
+        "loop.run_until_complete(asyncio.sleep(0))", "pass", "tests/rollout/test_stepping.py -k as_the_pool",
+    ),
+    Mutation(
         "a closed trainer keeps its environments", "trainers/trainer.py",
         "self._resources.callback(close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
     ),

@@ -612,6 +612,8 @@ def _serve_loop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> No
         # environments' coroutines go on where they were.
         with suppress(BaseException):
             loop.run_forever()
+    with suppress(BaseException):  # a coroutine that is cancelled before its first step gives back nothing that it holds
+        loop.run_until_complete(asyncio.sleep(0))
     with suppress(BaseException):
         tasks = asyncio.all_tasks(loop)
         for task in tasks:

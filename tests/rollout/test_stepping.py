@@ -583,3 +583,31 @@ def test_a_call_begins_before_it_is_cancelled() -> None:
         pool.abandon()
         pool.close()
     assert len(ended) == 20
+
+
+def test_an_instance_that_is_closed_as_the_pool_is_closes_all_the_same() -> None:
+    """Both reach the event loop while another environment keeps it busy."""
+    busy, free, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Closing:
+        async def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            return "start", {}
+
+        async def step(self, action: str) -> Any:
+            busy.set()
+            free.wait(LONG)
+            return "", 0.0, True, False, {}
+
+        async def close(self) -> None:
+            closed.set()
+
+    pool = EnvironmentPool(Closing)
+    for episode in range(2):
+        pool.reset(episode, 0, None)
+        pool.outcomes(block=True)
+    pool.step(1, "")
+    assert busy.wait(LONG)
+    pool.release(0, reusable=False)
+    pool.close()
+    free.set()
+    assert closed.wait(LONG)
