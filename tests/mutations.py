@@ -2420,7 +2420,7 @@ MUTATIONS = [
     ),
     Mutation(
         "children of a killed script die before it", "envs/isolation/process_tree.py",
-        "for process in below:", "for process in reversed(below):", "tests/envs/test_agent_command.py -k killed_script",
+        "for process in below:", "for process in reversed(below):", "tests/envs/test_agent_command.py -k a_killed_script",
     ),
     Mutation(
         "a paused answer keeps the numbers that it drew", "rollout/stepped.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import astuple, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +12,8 @@ from torch import nn
 from transformers import PretrainedConfig, StopStringCriteria
 
 from agile_trainers.checkpoints import model_card
+from agile_trainers.cli.check import memory_plan
+from agile_trainers.cli.check.tracing import Shape, Step
 
 
 def make_quick() -> None:
@@ -17,6 +21,7 @@ def make_quick() -> None:
     _draw_curves_once()
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
+    _trace_equal_steps_once()
     # Each configuration that is read from a folder is written as JSON for a log of a level that is off.
     PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
@@ -50,3 +55,17 @@ def _look_for_compiled_modules_once() -> None:
         return found[module] if module in found else found.setdefault(module, look(module))
 
     other.has_compiled_regions = has
+
+
+def _trace_equal_steps_once() -> None:
+    """Plan the memory of equal steps of a model once: a trace takes a quarter of a second, and a check makes several."""
+    trace, steps = memory_plan.trace_step, dict[Any, Step]()
+
+    def traced(config: PretrainedConfig, shape: Shape, **options: Any) -> Step:
+        adapters = shape.peft_config and repr(sorted(shape.peft_config.to_dict().items(), key=str))
+        key = (config.to_json_string(), adapters, astuple(replace(shape, peft_config=None)), repr(options))
+        if key not in steps:
+            steps[key] = trace(config, shape, **options)
+        return deepcopy(steps[key])
+
+    memory_plan.trace_step = traced

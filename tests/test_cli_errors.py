@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -166,8 +165,7 @@ def test_a_mistake_is_one_message_with_the_way_out(
 
 
 def test_a_real_process_prints_no_traceback_without_debug(folder: Path) -> None:
-    command = [sys.executable, "-m", "agile_trainers.cli.main", *MISTAKES["environment misspelt"][0]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = forks.run(["-m", "agile_trainers.cli.main", *MISTAKES["environment misspelt"][0]], cwd=folder)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "agile-trainers envs" in done.stderr
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sources import forget, nodes
 
 from agile_trainers.cli.machine import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path for folder in ("agile_trainers", "environments") for path in (ROOT / folder).rglob("*.py"))
+IMPORTS = (ast.Import, ast.ImportFrom, ast.Call)
 OURS = {"agile_trainers", "agile_environments"}
 DISTRIBUTIONS = {"gem": ["gem-llm"]} | packages_distributions()
 """Module to the distributions that hold it. One that is not installed here is taken for a distribution of its name."""
@@ -75,6 +77,12 @@ THEIRS = r"_(n_gpu|name_or_path|commit_hash|attn_implementation|from_config|set_
 """Private names of transformers' models, configurations and arguments, and of TRL's; test_package.py holds the trainers'."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    yield
+    forget()
+
+
 @cache
 def requirements() -> dict[str, set[str]]:
     """Distributions that pyproject.toml names: under ``""`` those of the package itself, else those of an extra."""
@@ -83,12 +91,12 @@ def requirements() -> dict[str, set[str]]:
     return {extra: {canonicalize_name(Requirement(one).name) for one in lines} for extra, lines in named.items()}
 
 
-def foreign_imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def foreign_imports(path: Path) -> list[tuple[str, bool]]:
     """Distributions of other libraries that a file imports, and whether it does so only inside functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    inside = {node for function in functions for node in ast.walk(function)}
-    for node in ast.walk(tree):
+    found, functions = [], [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {node for function in functions for node in ast.walk(function) if isinstance(node, IMPORTS)}
+    for node in nodes(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -97,8 +105,8 @@ def foreign_imports(path: Path) -> Iterator[tuple[str, bool]]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [one.value for one in node.args if isinstance(one, ast.Constant)]
         for module in {name.partition(".")[0] for name in names} - OURS - sys.stdlib_module_names:
-            found = {canonicalize_name(name) for name in DISTRIBUTIONS.get(module, [module])}
-            yield min(found), node in inside
+            found.append((min(map(canonicalize_name, DISTRIBUTIONS.get(module, [module]))), node in inside))
+    return found
 
 
 def undeclared(path: Path) -> list[str]:
@@ -153,7 +161,7 @@ def test_errors_name_the_extras_that_imports_need() -> None:
 def private_names(path: Path, ours: set[str]) -> set[str]:
     """Private names that a file imports, or reads of other objects than its own."""
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [part for alias in node.names for part in alias.name.split(".")]
@@ -169,7 +177,7 @@ def own_names() -> set[str]:
     """Private names that classes, functions and modules of the package define."""
     found = set[str]()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -18,10 +18,10 @@ from agile_environments.probes import PROBE_WORDS
 EXCHANGED = {
     r'"Qwen/[^"]+"': "MODEL",
     r'"gem:[^"]+"': "EvenThenOdd",
-    r"max_steps=200": "max_steps=24",
+    r"max_steps=200": "max_steps=16",
     r"max_turns=4": "max_turns=2",
     r"max_new_tokens=64": "max_new_tokens=1",
-    r"learning_rate=1e-5": "learning_rate=5e-3",
+    r"learning_rate=1e-5": "learning_rate=1e-2",
     r'output_dir="runs/guess"': "output_dir=FOLDER, seed=SEED, use_cpu=True, bf16=False, disable_tqdm=True",
     r"trainer\.push_to_hub\(\)": "",
 }

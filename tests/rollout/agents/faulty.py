@@ -22,6 +22,9 @@ late: list[str] = []
 go_on, told = threading.Event(), threading.Event()
 """Lets those go on that wait for the end of their episode; says that they were told."""
 
+both_wait = threading.Barrier(2)
+"""Passed by agents that never return."""
+
 
 def body_of(messages: Messages | str, **fields: Any) -> bytes:
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -189,6 +192,7 @@ def kills_its_process(model: Model, task: Task) -> float:
 
 def never_returns(model: Model, task: Task) -> float:
     ask(model, "before")
+    both_wait.wait()
     go_on.wait(600)
     return 0.0
 

@@ -16,7 +16,7 @@ from leftovers import nothing_is_left
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Model, Task
-from agile_trainers.rollout import environment_pool
+from agile_trainers.rollout import environment_pool, process_environment
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -166,9 +166,13 @@ def test_requests_after_the_rollout_find_nobody(chat: ChatRenderer, nobody_went_
     assert statuses == [401] * 3
 
 
-def test_agents_that_never_return_are_ended(chat: ChatRenderer, nobody_went_on: None) -> None:
+def test_agents_that_never_return_are_ended(
+    chat: ChatRenderer, nobody_went_on: None, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their time is over once both wait; the sound ones have all that they need."""
+    monkeypatch.setattr(faulty, "both_wait", threading.Barrier(2, clock.run_out, timeout=60))
     for solve in (faulty.solve, in_the_loop):
-        with rollouts(chat, solve, timeout=2.0, max_environments=2) as played:
+        with rollouts(chat, solve, timeout=0.05, max_environments=2) as played:
             expected = played.play(*["sound"] * 4)
             episodes = played.play("sound", "never returns", "never returns", "sound")
             assert [content(episodes[number]) for number in (0, 3)] == [content(expected[number]) for number in (0, 3)]
@@ -178,24 +182,29 @@ def test_agents_that_never_return_are_ended(chat: ChatRenderer, nobody_went_on: 
 
 
 def test_a_coroutine_that_blocks_the_others_costs_no_later_episode(
-    chat: ChatRenderer, nobody_went_on: None, monkeypatch: pytest.MonkeyPatch
+    chat: ChatRenderer, nobody_went_on: None, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment_pool, "_BLOCKED_SECONDS", 1.0)
+    monkeypatch.setattr(environment_pool, "_BLOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(environment_pool, "_CANCEL_SECONDS", 0.05)  # it blocks on when the pool is closed
+    went_on: list[bool] = []
 
     async def solve(model: Model, task: Task) -> float:
         if task.row == {"what": "blocks"}:
-            faulty.go_on.wait(600)
+            clock.run_out()
+            went_on.append(faulty.go_on.wait(60))
         return await asyncio.to_thread(faulty.sound, model, task)
 
-    with rollouts(chat, solve, timeout=2.0, max_environments=1) as played:
+    with rollouts(chat, solve, timeout=0.05, max_environments=1) as played:
         expected = played.play("sound", "sound")
         episodes = played.play("blocks", "sound")
         assert episodes[0].stop_reason is StopReason.ENVIRONMENT_TIMEOUT
         assert content(episodes[1]) == content(expected[1])
         assert list(map(content, played.play("sound", "sound"))) == list(map(content, expected))
+        assert not went_on
 
 
-def test_agents_in_processes_fail_alone(chat: ChatRenderer) -> None:
+def test_agents_in_processes_fail_alone(chat: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_environment, "_CLOSING_SECONDS", 0.5)  # one that has closed all never ends by itself
     whats = ["sound", "os._exit", "closes all", "forks", "SystemExit", "retries", "sound"]
     with rollouts(chat, processes=2) as played:
         episodes = played.play(*whats)
