@@ -12,6 +12,7 @@ import torch
 from checkpointed_runs import SAVING, assert_same, check_resumed
 from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
 from image_episodes import native_inputs, native_log_probs, saved
+from pictures import Pictures
 from ppo_games import make_ppo, wake
 from several_processes import launch
 from transformers import AutoProcessor
@@ -136,7 +137,7 @@ def test_environments_in_processes_show_the_same_images(folders, tmp_path):
     for processes in (0, 2):
         gradients = Gradients()
         trainer = make_trainer(
-            folders["idefics3"], tmp_path / str(processes), environment=Gallery, callbacks=[gradients],
+            folders["idefics3"], tmp_path / str(processes), environment=Pictures, callbacks=[gradients],
             environment_processes=processes,
         )  # fmt: skip
         trainer.train()
