@@ -87,8 +87,10 @@ class KillBefore(TrainerCallback):
 
 
 def run_until(step: int, case: str, model: Path, folder: Path, *, resume: Any = None, **changes: Any) -> Any:
-    """Train and be killed after ``step`` steps, unless the run is over by then."""
-    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**SAVING, **changes})
+    """Train and be killed after ``step`` steps, unless the run is over by then. Saved is what a resume needs: that step."""
+    last = {**CASES[case], **changes}["max_steps"]
+    saving = {**SAVING, "save_steps": step} if step <= last else {}
+    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**saving, **changes})
     try:
         trainer.train(resume_from_checkpoint=resume)
     except Killed:
@@ -100,7 +102,7 @@ def check_resumed(make: Callable[..., Any], kill: int) -> tuple[Any, Any]:
     """Train whole, and be killed before a step and resume: the same weights, to the bit.
 
     Args:
-        make: Makes a trainer that saves each step, given a name for its folder, and callbacks.
+        make: Makes a trainer that saves nothing, given a name for its folder, and further options.
         kill: The step.
 
     Returns:
@@ -108,7 +110,7 @@ def check_resumed(make: Callable[..., Any], kill: int) -> tuple[Any, Any]:
     """
     whole = make("whole")
     whole.train()
-    killed = make("run", callbacks=[KillBefore(kill)])
+    killed = make("run", callbacks=[KillBefore(kill)], **{**SAVING, "save_steps": kill})
     with pytest.raises(Killed):
         killed.train()
     killed.close()

@@ -42,7 +42,7 @@ def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, step
 def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):
     whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=3)
     whole.train()
-    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3)
+    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3, save_steps=1)
     resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=3)
     resumed.train(resume_from_checkpoint="auto")
     assert_same(weights(resumed), weights(whole))
@@ -139,7 +139,7 @@ def test_another_environment_from_the_same_factory_is_refused(embedded_model, tm
 
 def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):
     """A later resume goes on with the new branch, although the old one had got further."""
-    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6)
+    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6, save_steps=1)
     first = record_of(tmp_path / "checkpoint-1")["run_id"]
     assert {record_of(path)["run_id"] for path in tmp_path.glob("checkpoint-*")} == {first}
     branch = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 3, "temperature": 0.5})
@@ -162,7 +162,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_mo
 
 
 def test_the_checkpoint_a_new_run_starts_from_stays_where_it_is(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2)
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2, save_steps=1)
     new = make("grpo", tmp_path / "checkpoint-1", tmp_path, max_steps=1, lora=False)
     new.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -179,7 +179,7 @@ def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, 
 
 
 def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3)
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3, save_steps=1)
     (tmp_path / "checkpoint-1").touch()  # as copying from another disk does
     run_until(3, "grpo", embedded_model, tmp_path, max_steps=3, resume=True, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, check_resumed
+from checkpointed_runs import check_resumed
 from games import Chatter, Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
 from path_episodes import measured as measured_episodes
 from path_episodes import repeated
@@ -517,7 +517,7 @@ def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, gradient, chang
     settings = {
         "teacher": teacher, "teacher_gradient": gradient, "teacher_steps": 8, "num_generations": 2, "max_steps": 4,
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
-        **SAVING, **changes,
+        **changes,
     }  # fmt: skip
     whole, again = check_resumed(
         lambda name, **more: make_trainer(embedded_model, tmp_path / name, **settings, **more), 3
