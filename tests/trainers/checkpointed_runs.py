@@ -34,14 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
     # A generation batch serves four optimizer steps: two passes over four micro-batches, two at a time.
     "grpo": {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
-        "max_steps": 6, "beta": 0.1, "reference_adapter": True, "use_adaptive_entropy": True,
+        "max_steps": 5, "beta": 0.1, "reference_adapter": True, "use_adaptive_entropy": True,
         "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0,
         "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "diagnosis_interval": 2,
     },
     # Shuffled rows over more than one epoch of four steps; a generation batch serves two steps.
     "reinforce": {
         "algorithm": "reinforce", "num_generations": 1, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "max_steps": 6, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
+        "max_steps": 5, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
         "optim": "adamw_torch", "learning_rate": 1e-2,
     },
     "ppo": {

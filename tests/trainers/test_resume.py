@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from checkpointed_runs import SAVING, assert_same, make, run_until, weights
 from games import Chatter
@@ -189,27 +191,32 @@ def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
 
 
 HOLD = """
-import sys
+import os, sys, time
 from pathlib import Path
 from agile_trainers.checkpoints.resuming import locked
 
 with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
+    Path(sys.argv[2]).mkdir()
+    Path(sys.argv[2], str(os.getpid())).touch()
+    time.sleep(600)
 """
 
 
 def test_two_runs_in_one_folder(embedded_model, tmp_path):
     """The second one is refused, and told of the first; a killed one blocks nobody."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    trainer = make("grpo", embedded_model, tmp_path, max_steps=1)
-    with pytest.raises(OutputDirInUseError, match=f"{process.pid}.*output_dir"):
-        trainer.train()
-    process.kill()
-    process.communicate()
+    held, trainer = tmp_path / "held", make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as threads:
+        process = threads.submit(forks.run, ["-c", HOLD, tmp_path / "run", held])
+        while not (found := [*held.glob("*")]) and not process.done():
+            time.sleep(0.01)
+        assert found, process.result().stderr
+        try:
+            with pytest.raises(OutputDirInUseError, match=f"{found[0].name}.*output_dir"):
+                trainer.train()
+        finally:
+            os.kill(int(found[0].name), signal.SIGKILL)
+    assert process.result().returncode == -signal.SIGKILL
     trainer.train()
     assert trainer.state.global_step == 1
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agile_trainers.adapters.roles import TEACHER, running
 from agile_trainers.cli.check.memory_plan import teacher_bytes
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
+from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
 from agile_trainers.trainers import MultiTurnDistillationTrainer
@@ -394,7 +395,8 @@ def test_a_server_beside_an_adapter(embedded_model, tmp_path, teacher) -> None:
     assert not read[batch.counted].isnan().any()
 
 
-def test_servers_that_do_not_fit(embedded_model, tmp_path) -> None:
+def test_servers_that_do_not_fit(embedded_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(TeacherServer._ask.retry, "sleep", lambda seconds: None)
     with pytest.raises(ValueError, match=r"teacher='http://127.0.0.1:9' is no vLLM server that answers"):
         make_trainer(embedded_model, tmp_path, teacher="http://127.0.0.1:9")
     folder = changed_model(embedded_model, tmp_path / "model")
