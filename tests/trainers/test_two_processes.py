@@ -121,14 +121,19 @@ CASES = {
         "max_steps": 2,
     },
     # Each process keeps the policies that play and draws its share of rows that are not due yet.
-    "ahead": {"batches_ahead": 1, "numbers": list(range(12)), "num_generations": 2, "max_steps": 2},
+    "ahead": {
+        "batches_ahead": 1,
+        "numbers": list(range(12)),
+        "drift_correction": "token_mask",
+        "num_generations": 2,
+        "max_steps": 2,
+    },
     "ahead-by-decision": {
         "batches_ahead": 1,
         "drift_correction": "decision_truncate",
         "num_generations": 8,
         "max_steps": 2,
     },
-    "ahead-masked": {"batches_ahead": 1, "drift_correction": "token_mask", "max_steps": 2},
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 EVALUATED = ("judged", "mixture", "rewritten", "agents", "ahead")
