@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
@@ -20,7 +21,7 @@ from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.seeds import Mixture, evaluation_specs, training_specs
+from agile_trainers.rollout.seeds import Mixture, evaluation_specs, systematic_sample, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -52,6 +53,8 @@ def test_every_batch_holds_every_share():
     ends = [(drawn[0], drawn[-1]) for drawn in (mixture.draw(3, generation) for generation in range(2000))]
     assert [one for one, _ in ends].count("b") / 2000 == pytest.approx(1 / 3, abs=0.055), "no place is anybody's own"
     assert any(one == other for one, other in ends), "groups of an environment are not side by side"
+    uneven = [int(systematic_sample(np.array([7.0, 3.0]), 1, np.random.default_rng(seed))[0]) for seed in range(2000)]
+    assert uneven.count(0) / 2000 == pytest.approx(0.7, abs=0.055), "a share is rounded up or down by its size"
 
 
 def test_the_choice_depends_on_seed_and_generation_alone():
