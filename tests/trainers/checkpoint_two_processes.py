@@ -19,6 +19,9 @@ CASES["grpo"] |= {"max_steps": 3}
 CASES["reinforce"] |= {"per_device_train_batch_size": 2, "max_steps": 5, "environment": Told}
 """Generation batches of as many episodes as with one process."""
 
+KILLS = {"grpo": [1], "reinforce": [1, 4], "ppo": [1]}
+"""In the middle of a generation batch, and where an epoch ends; with one process, test_checkpoint.py kills at every step."""
+
 
 class InterruptOne(TrainerCallback):
     """Ctrl-C that reaches one of the processes only."""
@@ -31,7 +34,7 @@ class InterruptOne(TrainerCallback):
 def kill_and_resume(case: str, model: Path, output: Path) -> None:
     whole = make(case, model, output / "whole")
     whole.train()
-    for step in range(1, whole.args.max_steps + 1):
+    for step in (*KILLS[case], whole.args.max_steps):
         trainer = run_until(step, case, model, output / "killed", resume=step > 1 or None)
     rank = trainer.accelerator.process_index
     torch.save((weights(trainer), weights(whole)), output / f"weights-{rank}.pt")
@@ -73,7 +76,7 @@ def die_while_saving(model: Path, output: Path) -> None:
 
 if __name__ == "__main__":
     model, output = map(Path, sys.argv[1:])
-    for case in ("grpo", "reinforce", "ppo"):
+    for case in KILLS:
         kill_and_resume(case, model, output / case)
     interrupt(model, output / "interrupted")
     run_out_of_time(model, output / "late")

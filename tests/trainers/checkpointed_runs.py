@@ -34,14 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
     # A generation batch serves four optimizer steps: two passes over four micro-batches, two at a time.
     "grpo": {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
-        "max_steps": 6, "beta": 0.1, "reference_adapter": True, "use_adaptive_entropy": True,
+        "max_steps": 5, "beta": 0.1, "reference_adapter": True, "use_adaptive_entropy": True,
         "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0,
         "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "diagnosis_interval": 2,
     },
     # Shuffled rows over more than one epoch of four steps; a generation batch serves two steps.
     "reinforce": {
         "algorithm": "reinforce", "num_generations": 1, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "max_steps": 6, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
+        "max_steps": 5, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
         "optim": "adamw_torch", "learning_rate": 1e-2,
     },
     "ppo": {
@@ -87,8 +87,10 @@ class KillBefore(TrainerCallback):
 
 
 def run_until(step: int, case: str, model: Path, folder: Path, *, resume: Any = None, **changes: Any) -> Any:
-    """Train and be killed after ``step`` steps, unless the run is over by then."""
-    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**SAVING, **changes})
+    """Train and be killed after ``step`` steps, unless the run is over by then. Saved is what a resume needs: that step."""
+    last = {**CASES[case], **changes}["max_steps"]
+    saving = {**SAVING, "save_steps": step} if step <= last else {}
+    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**saving, **changes})
     try:
         trainer.train(resume_from_checkpoint=resume)
     except Killed:
@@ -100,7 +102,7 @@ def check_resumed(make: Callable[..., Any], kill: int) -> tuple[Any, Any]:
     """Train whole, and be killed before a step and resume: the same weights, to the bit.
 
     Args:
-        make: Makes a trainer that saves each step, given a name for its folder, and callbacks.
+        make: Makes a trainer that saves nothing, given a name for its folder, and further options.
         kill: The step.
 
     Returns:
@@ -108,7 +110,7 @@ def check_resumed(make: Callable[..., Any], kill: int) -> tuple[Any, Any]:
     """
     whole = make("whole")
     whole.train()
-    killed = make("run", callbacks=[KillBefore(kill)])
+    killed = make("run", callbacks=[KillBefore(kill)], **{**SAVING, "save_steps": kill})
     with pytest.raises(Killed):
         killed.train()
     killed.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from checkpointed_runs import SAVING, make
@@ -13,6 +15,9 @@ from trl import GRPOTrainer
 from agile_trainers.checkpoints import record as checkpoint_module
 from agile_trainers.checkpoints import resuming, stopping
 from agile_trainers.monitor import nonfinite
+
+# PEFT compiles the template of its model card at each save, which takes longer than the save.
+jinja2.Environment.compile = functools.lru_cache(maxsize=64)(jinja2.Environment.compile)  # type: ignore[method-assign, assignment]
 
 
 @pytest.fixture

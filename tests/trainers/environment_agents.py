@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
@@ -13,7 +13,9 @@ from chatter import Chatter
 
 from agile_trainers.envs.agent import Model, Task
 from agile_trainers.envs.base import as_messages
-from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
+
+if TYPE_CHECKING:  # processes of environments import this file, and importing PyTorch takes them seconds
+    from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
 
 
 class Plays:
@@ -78,6 +80,7 @@ class NoiseByPrompt:
 
 def scripted(eos: int, of: Sequence[int]) -> Callable[[GenerationRequest], GenerationOutput]:
     """Return a script whose answers are one to four of some ids and an end, drawn from the request's noise."""
+    from agile_trainers.rollout.generators.base import GenerationOutput
 
     def say(request: GenerationRequest) -> GenerationOutput:
         draws = request.uniforms(6)

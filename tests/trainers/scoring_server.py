@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ def changed_model(base: Path, folder: Path) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
+
+
+class Server(HTTPServer):
+    """One that lets all connections of a batch wait: one that is dropped is tried again a second later."""
+
+    request_queue_size = 128
 
 
 @contextmanager
@@ -66,9 +72,9 @@ def teaching(folder: Path, longest: int = 4096) -> Iterator[Scoring]:
             assert given["prompt_logprobs"] == 0 and given["model"] == "teacher"
             self.answer({"choices": [{"prompt_logprobs": scores(given["prompt"])}]})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     served = Scoring(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield served

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import psutil
 import torch
 from environment_agents import Plays
-from games import Long, end_process, make_trainer
+from games import Chatter, end_process, make_trainer
 from ppo_games import make_ppo
 from transformers.generation.stopping_criteria import STOP_STRING_EMBEDDING_CACHE
 
@@ -31,7 +31,7 @@ from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "agents": {"environment": Agent(Plays(Long))},
+    "agents": {"environment": Agent(Plays(Chatter))},
     "processes": {"environment_processes": 2},
     "ahead": {"batches_ahead": 1},
     "critic": {},

@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on(
     monkeypatch.setattr("checkpointed_runs.make_trainer", make)
     monkeypatch.setitem(run_until.__globals__["CASES"], "agents", settings)
     whole = run_until(99, "agents", embedded_model, tmp_path / "whole")
-    for kill in (1, 2, 5):
+    for kill in (1, 4):
         run_until(kill, "agents", embedded_model, tmp_path / "run", resume="auto")
     again = run_until(99, "agents", embedded_model, tmp_path / "run", resume="auto")
     assert again.state.global_step == 6

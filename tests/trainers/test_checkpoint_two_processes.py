@@ -24,7 +24,7 @@ def output(embedded_model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("case", ["grpo", "reinforce", "ppo"])
-def test_killed_at_every_step(output, case):
+def test_a_killed_run_goes_on(output, case):
     for rank in (0, 1):
         resumed, whole = torch.load(output / case / f"weights-{rank}.pt")
         assert_same(resumed, whole)

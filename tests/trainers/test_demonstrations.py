@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, check_resumed
+from checkpointed_runs import check_resumed
 from experts import hums
 from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
 from ppo_games import make_ppo, wake
@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on(embedded_model, tmp_path, treatment, changes) -> N
     """In the middle of a generation batch too, to the bit."""
     options = {
         "demonstration_loss": treatment, "max_steps": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "optim": "adamw_torch", "learning_rate": 1e-2, **SAVING, **EXPERT, **changes,
+        "optim": "adamw_torch", "learning_rate": 1e-2, **EXPERT, **changes,
     }  # fmt: skip
     _, again = check_resumed(lambda name, **more: make_trainer(embedded_model, tmp_path / name, **options, **more), 3)
     assert again.state.global_step == 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import requests
-from checkpointed_runs import SAVING, check_resumed
+from checkpointed_runs import check_resumed
 from games import make_trainer
 from image_episodes import CLIENTS, TURNS, saved, screenshots, train_on_screenshots, value_of
 
@@ -80,6 +80,6 @@ def test_the_same_episodes_are_played_again_after_a_kill(folders, tmp_path):
     """With a batch ahead: what was answered is known by its prompt and images, and not sampled again."""
     options: dict[str, Any] = {
         "environment": Agent(ask_plainly), "max_turns": TURNS, "max_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
-        "batches_ahead": 1, "per_device_train_batch_size": 4, **SAVING,
+        "batches_ahead": 1, "per_device_train_batch_size": 4,
     }  # fmt: skip
     check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, assert_same, check_resumed
+from checkpointed_runs import assert_same, check_resumed
 from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
 from image_episodes import native_inputs, native_log_probs, saved
+from pictures import Pictures
 from ppo_games import make_ppo, wake
 from several_processes import launch
 from transformers import AutoProcessor
@@ -126,7 +127,7 @@ def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path, ahead):
     """In the middle of a generation batch; with the next one under way, whose images are rendered again."""
     options: dict[str, Any] = {
         "environment": Gallery, "max_steps": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": ahead, **SAVING,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": ahead,
     }  # fmt: skip
     check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)
 
@@ -136,7 +137,7 @@ def test_environments_in_processes_show_the_same_images(folders, tmp_path):
     for processes in (0, 2):
         gradients = Gradients()
         trainer = make_trainer(
-            folders["idefics3"], tmp_path / str(processes), environment=Gallery, callbacks=[gradients],
+            folders["idefics3"], tmp_path / str(processes), environment=Pictures, callbacks=[gradients],
             environment_processes=processes,
         )  # fmt: skip
         trainer.train()

@@ -143,7 +143,7 @@ def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None
         trainer = make_trainer(
             embedded_model, tmp_path / name, environment=Misbehaving, train_dataset=table, num_generations=2,
             per_device_train_batch_size=2 * len(rows), max_steps=steps, max_turns=2, max_new_tokens=3,
-            max_observation_length=30, max_model_length=200, shuffle_dataset=False,
+            max_observation_length=30, max_model_length=200, shuffle_dataset=False, sequence_packing="none",
         )  # fmt: skip
         trainer.train()
         assert trainer.state.global_step == steps

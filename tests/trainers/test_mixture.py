@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
@@ -20,7 +21,7 @@ from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.seeds import Mixture, evaluation_specs, training_specs
+from agile_trainers.rollout.seeds import Mixture, evaluation_specs, systematic_sample, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -52,6 +53,8 @@ def test_every_batch_holds_every_share():
     ends = [(drawn[0], drawn[-1]) for drawn in (mixture.draw(3, generation) for generation in range(2000))]
     assert [one for one, _ in ends].count("b") / 2000 == pytest.approx(1 / 3, abs=0.055), "no place is anybody's own"
     assert any(one == other for one, other in ends), "groups of an environment are not side by side"
+    uneven = [int(systematic_sample(np.array([7.0, 3.0]), 1, np.random.default_rng(seed))[0]) for seed in range(2000)]
+    assert uneven.count(0) / 2000 == pytest.approx(0.7, abs=0.055), "a share is rounded up or down by its size"
 
 
 def test_the_choice_depends_on_seed_and_generation_alone():
@@ -118,11 +121,11 @@ def test_each_environment_is_learned_within_its_limits_and_reported_apart(words,
 def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
     """Bit for bit, inside a generation batch too."""
     changes = {"max_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_generations": 2,
-               "entropy_coef": 0.0, **SAVING}  # fmt: skip
+               "entropy_coef": 0.0}  # fmt: skip
     whole = make(words, tmp_path / "whole", "grpo", **changes)
     whole.train()
-    for stop in (1, 2):
-        killed = make(words, tmp_path / "run", "grpo", callbacks=[KillBefore(stop)], **changes)
+    for stop in (1, 3):
+        killed = make(words, tmp_path / "run", "grpo", callbacks=[KillBefore(stop)], **SAVING, **changes)
         with pytest.raises(Killed):
             killed.train(resume_from_checkpoint=stop > 1 or None)
     resumed = make(words, tmp_path / "run", "grpo", **changes)
@@ -133,7 +136,7 @@ def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
     )
     assert len(one) == 32 and {name for name, _ in one} == BOTH.keys()
     assert all(record in one for record in two)
-    record = read_json(tmp_path / "run" / "checkpoint-4" / RECORD)
+    record = read_json(tmp_path / "run" / "checkpoint-3" / RECORD)
     assert record["environment"] == "low=Low, high=High" and record["environment_arguments"] == {}
     assert record["options"]["environment_limits"] == LIMITS
     other = make(words, tmp_path / "run", "grpo", environment={"low": Low, "high": Low}, **changes)

@@ -229,8 +229,10 @@ def with_factory(model: Path, folder: Path, factory: Any, **changes: Any) -> Mul
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("factory", [Quiet, Half, Undecided])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize(
+    ("factory", "scale"),
+    [(Quiet, "group"), (Half, "group"), (Undecided, "group"), (Quiet, "batch"), (Half, "batch"), (Undecided, "none")],
+)
 def test_a_reward_of_none_counts_as_in_trl(model: Path, tmp_path: Path, factory: Any, scale: str) -> None:
     """An episode that nothing rewards is in no mean and no deviation, and has no advantage."""
     theirs: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,15 @@ class Poison(TrainerCallback):
         self.after.append(self.state())
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("case", "value"), [("grpo", float("nan")), ("ppo", float("inf")), ("whole-model", float("nan"))]
+    ("case", "value", "clip"),
+    [("grpo", nan, 0.0), ("grpo", nan, 1.0), ("ppo", inf, 0.0), ("ppo", inf, 1.0), ("whole-model", nan, 1.0)],
 )
 def test_a_step_without_a_finite_gradient_changes_nothing(embedded_model, tmp_path, case, value, clip):
     poison = Poison((0, 2), value)
-    trainer = poison.attach(make(case, embedded_model, tmp_path, **{**RUN, "max_steps": 4, "max_grad_norm": clip}))
+    trainer = poison.attach(make(case, embedded_model, tmp_path, **{**RUN, "max_steps": 3, "max_grad_norm": clip}))
     trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 3
     for step, (before, after) in enumerate(zip(poison.before, poison.after, strict=True)):
         skipped = step in poison.steps
         same = [name for name in before[0] if torch.equal(before[0][name], after[0][name])]
@@ -65,7 +66,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing(embedded_model, tmp_pa
         if skipped:
             torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
     counts = [entry["skipped_steps"] for entry in trainer.state.log_history if "skipped_steps" in entry]
-    assert counts == [1, 1, 2, 2]
+    assert counts == [1, 1, 2]
 
 
 def test_too_many_in_a_row_end_the_run_and_leave_it_whole(embedded_model, tmp_path):

@@ -236,7 +236,7 @@ def plain_norm(module, hidden):
 
 
 @pytest.mark.parametrize("packing", SLOW_UNPACKED)
-@pytest.mark.parametrize("options", [GRPO[1], GRPO[2], GRPO[8], GRPO[9]], ids=["kl", "turn", "sequence", "sum"])
+@pytest.mark.parametrize("options", [GRPO[1], GRPO[9]], ids=["kl", "sum"])
 def test_splitting_an_episode_changes_nothing_in_double_precision(
     embedded_model, tmp_path, monkeypatch, packing, options
 ):

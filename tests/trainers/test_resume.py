@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from checkpointed_runs import SAVING, assert_same, make, run_until, weights
 from games import Chatter
@@ -42,7 +44,7 @@ def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, step
 def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):
     whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=3)
     whole.train()
-    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3)
+    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3, save_steps=1)
     resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=3)
     resumed.train(resume_from_checkpoint="auto")
     assert_same(weights(resumed), weights(whole))
@@ -139,7 +141,7 @@ def test_another_environment_from_the_same_factory_is_refused(embedded_model, tm
 
 def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):
     """A later resume goes on with the new branch, although the old one had got further."""
-    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6)
+    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6, save_steps=1)
     first = record_of(tmp_path / "checkpoint-1")["run_id"]
     assert {record_of(path)["run_id"] for path in tmp_path.glob("checkpoint-*")} == {first}
     branch = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 3, "temperature": 0.5})
@@ -162,7 +164,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_mo
 
 
 def test_the_checkpoint_a_new_run_starts_from_stays_where_it_is(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2)
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2, save_steps=1)
     new = make("grpo", tmp_path / "checkpoint-1", tmp_path, max_steps=1, lora=False)
     new.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -179,7 +181,7 @@ def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, 
 
 
 def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3)
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3, save_steps=1)
     (tmp_path / "checkpoint-1").touch()  # as copying from another disk does
     run_until(3, "grpo", embedded_model, tmp_path, max_steps=3, resume=True, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
@@ -189,27 +191,32 @@ def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
 
 
 HOLD = """
-import sys
+import os, sys, time
 from pathlib import Path
 from agile_trainers.checkpoints.resuming import locked
 
 with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
+    Path(sys.argv[2]).mkdir()
+    Path(sys.argv[2], str(os.getpid())).touch()
+    time.sleep(600)
 """
 
 
 def test_two_runs_in_one_folder(embedded_model, tmp_path):
     """The second one is refused, and told of the first; a killed one blocks nobody."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    trainer = make("grpo", embedded_model, tmp_path, max_steps=1)
-    with pytest.raises(OutputDirInUseError, match=f"{process.pid}.*output_dir"):
-        trainer.train()
-    process.kill()
-    process.communicate()
+    held, trainer = tmp_path / "held", make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as threads:
+        process = threads.submit(forks.run, ["-c", HOLD, tmp_path / "run", held])
+        while not (found := [*held.glob("*")]) and not process.done():
+            time.sleep(0.01)
+        assert found, process.result().stderr
+        try:
+            with pytest.raises(OutputDirInUseError, match=f"{found[0].name}.*output_dir"):
+                trainer.train()
+        finally:
+            os.kill(int(found[0].name), signal.SIGKILL)
+    assert process.result().returncode == -signal.SIGKILL
     trainer.train()
     assert trainer.state.global_step == 1
 

@@ -88,13 +88,18 @@ class Slow(TrainerCallback):
         self.clock[0] += 10.0
 
 
+@pytest.fixture(scope="module")
+def unlimited(embedded_model, tmp_path_factory) -> Any:
+    """The trainer of a run that has all the time it needs."""
+    trainer = make("grpo", embedded_model, tmp_path_factory.mktemp("whole"), max_steps=6)
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_run_whose_time_is_over_saves_and_ends_and_a_resume_has_as_much_again(
-    embedded_model, tmp_path, warned, wall_clock, by_hand
+    embedded_model, tmp_path, unlimited, warned, wall_clock, by_hand
 ):
-    whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=6)
-    whole.train()
-
     def part(resume: str | None) -> Any:
         trainer = make(
             "grpo", embedded_model, tmp_path / "run", max_steps=6, max_wall_seconds=15, callbacks=[Slow(wall_clock)]
@@ -115,7 +120,7 @@ def test_a_run_whose_time_is_over_saves_and_ends_and_a_resume_has_as_much_again(
     # A generation batch of `update` serves four steps; a step that was begun is finished.
     assert steps == [(2, True), (4, True), (6, False)]
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))[:2] == ["checkpoint-2", "checkpoint-4"]
-    assert_same(weights(trainer), weights(whole))
+    assert_same(weights(trainer), weights(unlimited))
     assert warned == [
         f"max_wall_seconds=15 is over: stopped at step {step}; --resume_from_checkpoint auto, or "
         "train(resume_from_checkpoint=True), goes on from there, with as much time again."

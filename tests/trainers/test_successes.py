@@ -229,7 +229,7 @@ def test_a_lost_start_is_learned_again(embedded_model, tmp_path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_iterations": 2, "max_steps": 20},
+        {"num_iterations": 2, "max_steps": 9, "seed": 5},
         {"batches_ahead": 1},
         {"environment": Silent, "demonstration_loss": WEIGHTED},
         {"resample_zero_advantage_groups": 1},
@@ -240,8 +240,8 @@ def test_a_lost_start_is_learned_again(embedded_model, tmp_path) -> None:
 def test_a_killed_run_goes_on(embedded_model, tmp_path, changes) -> None:
     """In the middle of a generation batch too, to the bit."""
     options = {
-        "max_steps": 10, "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch",
-        "learning_rate": 1e-4, **SAVING, **changes,
+        "max_steps": 7, "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch",
+        "learning_rate": 1e-4, **changes,
     }  # fmt: skip
     whole, _ = check_resumed(lambda name, **more: make(embedded_model, tmp_path / name, **options, **more), 5)
     assert any(one.get("replay/groups") for one in whole.state.log_history if one["step"] > 6), "nothing was replayed"

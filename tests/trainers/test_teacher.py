@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import SAVING, check_resumed
+from checkpointed_runs import check_resumed
 from games import Chatter, Hinting, Long, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error
 from path_episodes import measured as measured_episodes
 from path_episodes import repeated
@@ -19,10 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agile_trainers.adapters.roles import TEACHER, running
 from agile_trainers.cli.check.memory_plan import teacher_bytes
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
+from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
 from agile_trainers.trainers import MultiTurnDistillationTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn
+
+BY_SHAPE = [IMMEDIATE, RETURN_TO_GO, FORWARD]
+"""Of a token alone, of an episode's later tokens, and of whole distributions: the two directions read the same tokens."""
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.3}
 
@@ -97,8 +101,15 @@ def teachers_part(
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
+@pytest.mark.parametrize(
+    ("algorithm", "gradient"),
+    [
+        *(("grpo", gradient) for gradient in GRADIENTS),
+        ("reinforce", RETURN_TO_GO),
+        ("ppo", IMMEDIATE),
+        ("ppo", FORWARD),
+    ],
+)
 def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, algorithm, gradient) -> None:
     """Of the reward's gradient, as a run without the teacher has it, and the coefficient's share of the teacher's."""
     options = {"algorithm": algorithm, "num_generations": 1 if algorithm == "reinforce" else 4}
@@ -123,8 +134,10 @@ def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, a
     assert relative_error(mixed, reward) > 1e-2
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize(
+    ("gradient", "loss_type"),
+    [*((gradient, "dapo") for gradient in GRADIENTS), (RETURN_TO_GO, "grpo"), (FORWARD, "dr_grpo")],
+)
 def test_split_into_passes_it_is_the_same(embedded_model, tmp_path, teacher, gradient, loss_type) -> None:
     options = {"teacher": teacher, "teacher_gradient": gradient, "teacher_turn_decay": 0.7, "loss_type": loss_type}
     trainer = make_trainer(embedded_model, tmp_path, **options)
@@ -136,7 +149,7 @@ def test_split_into_passes_it_is_the_same(embedded_model, tmp_path, teacher, gra
     assert relative_error(gradients_split, gradients) < 1e-5 and metrics_split.keys() == metrics.keys()
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("gradient", BY_SHAPE)
 def test_micro_batches_and_packing_change_nothing(embedded_model, tmp_path, teacher, gradient) -> None:
     check_layouts(embedded_model, tmp_path, teacher=teacher, teacher_gradient=gradient, teacher_turn_decay=0.7)
 
@@ -382,7 +395,8 @@ def test_a_server_beside_an_adapter(embedded_model, tmp_path, teacher) -> None:
     assert not read[batch.counted].isnan().any()
 
 
-def test_servers_that_do_not_fit(embedded_model, tmp_path) -> None:
+def test_servers_that_do_not_fit(embedded_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(TeacherServer._ask.retry, "sleep", lambda seconds: None)
     with pytest.raises(ValueError, match=r"teacher='http://127.0.0.1:9' is no vLLM server that answers"):
         make_trainer(embedded_model, tmp_path, teacher="http://127.0.0.1:9")
     folder = changed_model(embedded_model, tmp_path / "model")
@@ -456,7 +470,7 @@ def test_dropout_is_off(embedded_model, tmp_path, teacher) -> None:
     assert torch.equal(*(trainer.teacher.read(trainer.model, batch) for _ in range(2)))
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("gradient", [IMMEDIATE, FORWARD, REVERSE])
 def test_a_model_with_a_padded_vocabulary_is_the_same_teacher(embedded_model, tmp_path, gradient) -> None:
     """Merged with the base; the logits of rows that no token has are left out, or hardly count."""
     padded = AutoModelForCausalLM.from_pretrained(embedded_model)
@@ -517,7 +531,7 @@ def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, gradient, chang
     settings = {
         "teacher": teacher, "teacher_gradient": gradient, "teacher_steps": 8, "num_generations": 2, "max_steps": 4,
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
-        **SAVING, **changes,
+        **changes,
     }  # fmt: skip
     whole, again = check_resumed(
         lambda name, **more: make_trainer(embedded_model, tmp_path / name, **settings, **more), 3
@@ -526,7 +540,7 @@ def test_a_killed_run_goes_on(embedded_model, tmp_path, teacher, gradient, chang
     assert again.state.log_history[-2]["teacher/kl"] == whole.state.log_history[-2]["teacher/kl"]
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("gradient", BY_SHAPE)
 def test_an_episode_that_is_stored_as_paths_is_the_same(embedded_model, tmp_path, teacher, gradient) -> None:
     """Also where it is read in several passes, and an agent's episodes are trained on."""
     options = {"teacher": teacher, "teacher_gradient": gradient, "environment": Long, "sequence_packing": "none"}

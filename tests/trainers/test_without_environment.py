@@ -35,7 +35,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def trl_settings(folder, **changes):
-    kept = settings(folder, max_steps=3, **changes)
+    kept = settings(folder, **{"max_steps": 3, **changes})
     for name in ("max_turns", "max_new_tokens", "stop_strings"):
         del kept[name]
     return kept
@@ -93,7 +93,7 @@ def test_tools_still_work(embedded_model, tmp_path, monkeypatch):
         trainer = trainer_class(
             model=str(embedded_model),
             reward_funcs=distinct_letters,
-            args=config_class(**trl_settings(tmp_path, max_completion_length=len(call_ids) + 64)),
+            args=config_class(**trl_settings(tmp_path, max_completion_length=len(call_ids) + 64, max_steps=1)),
             train_dataset=ROWS,
             processing_class=tokenizer,
             tools=[multiply],
