@@ -1850,6 +1850,26 @@ MUTATIONS = [
         "loop.run_until_complete(asyncio.sleep(0))", "pass", "tests/rollout/test_stepping.py -k as_the_pool",
     ),
     Mutation(
+        "an evaluation before training is outside autocast", "sampling/sampler.py",
+        "with accelerator.autocast(), cast_once(", "with cast_once(", "tests/trainers/test_evaluation.py -k bf16",
+    ),
+    Mutation(
+        "a factory may return an instance that plays", "rollout/environment_pool.py",
+        "if any(instance is other for", "if any(False for", "tests/trainers/test_bad_input.py -k same_instance",
+    ),
+    Mutation(
+        "a batch is trained on with options that it was not made for", "checkpoints/record.py",
+        "        if options.early:\n", "        if False:\n", "tests/trainers/test_resume.py -k lacks",
+    ),
+    Mutation(
+        "reward functions of one name share a metric", "step/reward.py",
+        "        if name in before:\n", "        if False:\n", "tests/trainers/test_reward_functions.py -k equal_names",
+    ),
+    Mutation(
+        "other rows of a resumed run are not told", "checkpoints/record.py",
+        '"data": self._data(),', "", "tests/trainers/test_resume.py -k other_rows",
+    ),
+    Mutation(
         "a closed trainer keeps its environments", "trainers/trainer.py",
         "self._resources.callback(close)", "pass", "tests/trainers/test_closing.py -k fails_holds",
     ),

@@ -221,6 +221,7 @@ def test_several_environments_come_from_yaml_or_json(embedded_model: Path, tmp_p
     [
         (["--max_turnz", "3"], "there is no option --max_turnz; did you mean --max_turns?"),
         (["--max_turnz=3"], "there is no option --max_turnz; did you mean --max_turns?"),
+        (["--max_turn", "3"], "there is no option --max_turn; did you mean --max_turns?"),
     ],
 )
 def test_unknown_option_is_refused_with_the_nearest(

@@ -162,9 +162,16 @@ class RunCheckpoints:
             lock: Receives the lock, which is released when the run ends.
 
         Raises:
+            ValueError: If ``resume`` names no folder.
             CheckpointError: If there is no whole checkpoint there, or it is one of another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
         """
+        if resume == "" or not isinstance(resume, (str, os.PathLike, bool, type(None))):
+            raise ValueError(
+                f"resume_from_checkpoint={resume!r}: expected True, 'auto', or the folder of a checkpoint."
+            )
+        if isinstance(resume, str) and resume.lower() == "auto":
+            resume = "auto"
         output_dir, saves = Path(self._args.output_dir), self._args.should_save
         on_each_disk(saves, lambda: lock.enter_context(locked(output_dir)))
         newest = resume is True or resume == "auto"
@@ -294,14 +301,27 @@ class RunCheckpoints:
         different += [f"environment_arguments.{clause}" for clause in changed.values()]
         deepspeed = bool(getattr(self._trainer, "is_deepspeed_enabled", False))
         options = compare_options(
-            theirs.get("options", {}), recorded_options(self._args), ours["options"], deepspeed=deepspeed
-        )
+            theirs.get("options", {}), recorded_options(self._args), ours["options"], deepspeed=deepspeed,
+            inside=bool(position["position"]),
+        )  # fmt: skip
         different += [f"{change} does not fit the saved states" for change in options.refused]
         if different:
             raise CheckpointError(
                 f"{folder} is a checkpoint of another run: {'; '.join(different)}. Give the trainer those settings, "
                 f"or start a new run with model={str(folder)!r}."
             )
+        if options.early:
+            raise CheckpointError(
+                f"{folder} lies inside a generation batch that was made without what these options need: "
+                f"{'; '.join(options.early)}. Resume from a checkpoint between two batches, or leave these options as they "
+                "were."
+            )
+        if (there := position.get("data", self._data())) != (here := self._data()):
+            logger.warning(
+                "train_dataset is not the checkpoint's: it had %s rows with the columns %s, and has %s with %s. The run "
+                "goes on at its place in the new rows.",
+                there["rows"], there["columns"], here["rows"], here["columns"],
+            )  # fmt: skip
         self._check_adapters(folder)
         warn_of_unknown(folder, [*(f"environment_arguments.{name}" for name in unknown), *options.unknown])
         if options.idle:
@@ -375,6 +395,14 @@ class RunCheckpoints:
             logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
             return False
         return True
+
+    def _data(self) -> dict[str, Any]:
+        """Return what tells the rows of a run from others."""
+        if not self._trainer.setup.rows_are_options:
+            return {"rows": 0, "columns": []}
+        rows = self._trainer.train_dataset
+        columns = getattr(rows, "column_names", None) or []
+        return {"rows": len(rows) if hasattr(rows, "__len__") else None, "columns": sorted(columns)}
 
     def _geometry(self) -> dict[str, int]:
         sizes = {name: getattr(self._args, name) for name in _GEOMETRY}
@@ -457,6 +485,7 @@ class RunCheckpoints:
                 "successes": len(rollout.successes),
                 "ahead": [] if rollout.ahead is None else [one["generation"] for one in rollout.ahead.batches],
                 "geometry": self._geometry(),
+                "data": self._data(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
 

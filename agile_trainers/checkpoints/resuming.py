@@ -41,6 +41,8 @@ _OF_GROUPS = ("weight_decay", "betas", "eps")
 """The optimizer's entries of these options, besides the rate."""
 _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
 """Options whose value must fit the states in the checkpoint."""
+_IN_THE_BATCH = ("beta", "teacher", "demonstrations", "replay_successes")
+"""Options whose loss reads what only a batch that was made with them holds."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class OptionChanges:
 
     refused: list[str] = field(default_factory=list)
     """Changes that do not fit the states in the checkpoint."""
+    early: list[str] = field(default_factory=list)
+    """Changes that the generation batch in the checkpoint was not made for."""
     idle: list[str] = field(default_factory=list)
     """Changes without effect."""
     active: list[str] = field(default_factory=list)
@@ -64,7 +68,7 @@ def recorded_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def compare_options(
-    then: dict[str, Any], now: dict[str, Any], shown: dict[str, Any], *, deepspeed: bool = False
+    then: dict[str, Any], now: dict[str, Any], shown: dict[str, Any], *, deepspeed: bool = False, inside: bool = False
 ) -> OptionChanges:
     """Sort the differences by their effect on a resumed run.
 
@@ -73,6 +77,7 @@ def compare_options(
         now: :func:`recorded_options` of the trainer that resumes.
         shown: Those of them that may be shown, see :func:`~agile_trainers.checkpoints.disclosure.public_options`.
         deepspeed: True if DeepSpeed restores the optimizer, its options included.
+        inside: True if the checkpoint lies inside a generation batch, which is trained on first.
     """
     both = then.keys() & now.keys()
     changed, unknown = differences({name: then[name] for name in both}, {name: now[name] for name in both}, shown)
@@ -80,8 +85,11 @@ def compare_options(
     for name, clause in changed.items():
         # With a rate of its own the critic has its own parameter group.
         regrouped = name == "critic_learning_rate" and None in (then[name], now[name])
+        begun = inside and name in _IN_THE_BATCH and not then[name] and now[name]
         if name in _FIXED or regrouped:
             kind = changes.refused
+        elif begun and (name != "beta" or now.get("kl_placement") == "loss"):
+            kind = changes.early
         elif deepspeed and name in _IN_THE_OPTIMIZER:
             kind = changes.idle
         else:

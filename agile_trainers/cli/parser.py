@@ -63,7 +63,7 @@ class Parser(TrlParser):
     """
 
     def __init__(self, types: Iterable[type], **kwargs: Any):
-        kwargs = {"formatter_class": Formatter, "epilog": _EPILOG, "add_help": False, **kwargs}
+        kwargs = {"formatter_class": Formatter, "epilog": _EPILOG, "add_help": False, "allow_abbrev": False, **kwargs}
         super().__init__(list(types), **kwargs)
         self._everything = False
         for action in self._actions:

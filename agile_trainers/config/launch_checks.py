@@ -40,17 +40,18 @@ def uses_deepspeed(args: Any) -> bool:
 
 
 def fall_back_to_cpu(args: Any) -> None:
-    """Train on the CPU, in float32 unless the launch configuration says otherwise, where there is no GPU and nothing is set.
+    """Train on the CPU where there is no GPU, and in float32 on the CPU unless the launch configuration says otherwise.
 
     Args:
-        args: A configuration; ``use_cpu`` and ``bf16`` are set.
+        args: A configuration; ``use_cpu`` and ``bf16`` are set, unless a type of numbers is.
     """
-    if args.use_cpu or args.bf16 is not None or args.fp16 or torch.accelerator.is_available():
+    if args.bf16 is not None or args.fp16 or not (args.use_cpu or not torch.accelerator.is_available()):
         return
+    if not args.use_cpu:
+        logger.warning(
+            "There is no GPU: training runs on the CPU, in float32 unless the launch configuration says otherwise."
+        )
     args.use_cpu, args.bf16 = True, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    logger.warning(
-        "There is no GPU: training runs on the CPU, in float32 unless the launch configuration says otherwise."
-    )
 
 
 def fill_deepspeed(args: Any) -> None:

@@ -307,7 +307,7 @@ VALUES: tuple[Rule, ...] = (
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "ref_model_sync_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
-    at_least(0, "batches_ahead", "replay_successes"),
+    at_least(0, "batches_ahead", "replay_successes", "seed"),
     positive("teacher_coef", "teacher_steps", "demonstration_coef"),
     one_of("teacher_gradient", *GRADIENTS),
     one_of("demonstration_loss", *TREATMENTS),
@@ -315,11 +315,11 @@ VALUES: tuple[Rule, ...] = (
     positive("ref_model_mixup_alpha"),
     in_unit_interval("top_entropy_quantile", "gamma", "teacher_turn_decay", "ref_model_mixup_alpha"),
     Rule(
-        ("stop_strings",),
+        ("stop_strings", "public_values"),
         lambda _, value: (
             value is None or (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value))
         ),
-        "stop_strings must be a list of texts such as ['</answer>'], got {value!r}.",
+        "{name} must be a list of texts, got {value!r}. Write it in brackets, such as ['</answer>'] or ['level'].",
     ),
     Rule(
         ("log_rollouts",),

@@ -51,6 +51,10 @@ class InlineTimeoutError(ValueError):
     """Raised when a timeout is set for an inline environment, which cannot be interrupted."""
 
 
+class SharedInstanceError(ValueError):
+    """Raised when a factory returns an instance that plays another episode, so that their states would mix."""
+
+
 @dataclass
 class Outcome:
     """Result of a call: a value or an exception."""
@@ -370,6 +374,8 @@ class EnvironmentPool:
         try:
             call.environment = self.environment(episode, self._names[episode])
             call.function = bind(call.environment, *arguments)
+        except SharedInstanceError:
+            raise
         except BaseException as error:
             pass_on_interrupt(error)
             self._running[episode] = call
@@ -394,7 +400,14 @@ class EnvironmentPool:
         if episode not in self._playing:
             self._names[episode] = name
             idle = self._idle[name]
-            self._playing[episode] = idle.pop() if idle else self.factories[name]()
+            instance = idle.pop() if idle else self.factories[name]()
+            if any(instance is other for other in self._playing.values()) and not isinstance(instance, Agent):
+                raise SharedInstanceError(
+                    f"The factory of {self.titles[name]} returned an instance that already plays another episode, so their "
+                    "states would mix. Return a new one at each call: environment=MyEnvironment, or lambda: "
+                    "MyEnvironment(...)."
+                )
+            self._playing[episode] = instance
         return self._playing[episode]
 
     def _start_waiting(self) -> None:
@@ -612,7 +625,9 @@ def _serve_loop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> No
         # environments' coroutines go on where they were.
         with suppress(BaseException):
             loop.run_forever()
-    with suppress(BaseException):  # a coroutine that is cancelled before its first step gives back nothing that it holds
+    with suppress(
+        BaseException
+    ):  # a coroutine that is cancelled before its first step gives back nothing that it holds
         loop.run_until_complete(asyncio.sleep(0))
     with suppress(BaseException):
         tasks = asyncio.all_tasks(loop)

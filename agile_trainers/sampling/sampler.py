@@ -260,14 +260,21 @@ class RolloutSampler:
             finally:
                 model.train(training)
 
-    def _cast(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Cast weights once for the rollout, if autocast would cast them for every token."""
+    @contextmanager
+    def _cast(self, model: torch.nn.Module) -> Iterator[None]:
+        """Cast weights once for the rollout, if autocast would cast them for every token.
+
+        A model whose training has not begun is not wrapped in autocast yet.
+        """
         accelerator = self._accelerator
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         if dtype is None:
-            return nullcontext()
+            yield
+            return
         on_gpu = accelerator.device.type == "cuda"
-        return cast_once(model, dtype, torch.cuda.mem_get_info()[0] // _CASTS_SHARE if on_gpu else None)
+        room = torch.cuda.mem_get_info()[0] // _CASTS_SHARE if on_gpu else None
+        with accelerator.autocast(), cast_once(model, dtype, room):
+            yield
 
     @contextmanager
     def _on_vllm(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isinf, isnan
+from itertools import count
+from math import isfinite, isnan
 from numbers import Real
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from transformers.utils import logging
 from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
+from agile_trainers.envs.checker import LARGEST_REWARD
 from agile_trainers.envs.libraries.trl_tools import REWARDED, TRLEnvironment
 from agile_trainers.imports import exits_reported
 from agile_trainers.judges.judge import Judge
@@ -51,7 +54,8 @@ def add_return_reward(
         weight 1.
 
     Raises:
-        ValueError: If there are not as many weights as functions, or a function requires an argument that it cannot get.
+        ValueError: If there is no finite weight for each function, a function requires an argument that it cannot get, or a
+            column has the name of one of TRL's or ours.
     """
     own = (
         []
@@ -69,11 +73,19 @@ def add_return_reward(
             f"reward_weights has {len(weights)} entries for {len(own)} reward_funcs; the environment's own reward needs "
             "none (its weight is 1)."
         )
+    if weights is not None and not all(isinstance(weight, Real) and isfinite(weight) for weight in weights):
+        raise ValueError(f"reward_weights must be finite numbers, got {list(weights)!r}.")
     judges = [function for function in own if isinstance(function, Judge)]
     if judges:
         _check_judges(judges, own, weights, args)
     apart = args.environment_processes == 0 and args.max_environments is None
     called = [function for function in own if callable(function) and not isinstance(function, nn.Module)]
+    for dataset, names in columns.items():
+        if taken := {*_TRLS, EPISODES, ENVIRONMENTS} & set(names):
+            raise ValueError(
+                f"The column {min(taken)!r} of {dataset} has the name of an argument that reward functions get. Rename the "
+                "column."
+            )
     for function in called:
         _check_arguments(function, columns, apart)
 
@@ -83,7 +95,20 @@ def add_return_reward(
         ]
 
     functions = [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)]
+    _name_apart([function for function in functions if isinstance(function, FunctionType)])
     return functions, [None, *classes], None if weights is None else [1.0, *weights]
+
+
+def _name_apart(functions: Sequence[Any]) -> None:
+    """Number wrapped functions of equal names, by which TRL logs them; the first is the environment's."""
+    for place, function in enumerate(functions):
+        name, before = function.__name__, {one.__name__ for one in functions[:place]}
+        if name in before:
+            function.__name__ = next(other for n in count(2) if (other := f"{name}_{n}") not in before)
+            logger.warning(
+                "Two reward functions are called %r. The later one is logged as %r; give it a name of its own.",
+                name, function.__name__,
+            )  # fmt: skip
 
 
 def _check_judges(
@@ -140,7 +165,7 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         given["log_extra"] = lambda column, values: log(column, spread(values, sound, len(episodes), column))
         return sound, given
 
-    def spread(values: Any, sound: list[int], count: int, column: str | None = None) -> list[Any]:
+    def spread(values: Any, sound: list[int], rows: int, column: str | None = None) -> list[Any]:
         values = _numbers(values, called) if column is None else list(values)
         if len(values) != len(sound):
             told = "returned" if column is None else f"logged as {column!r}"
@@ -148,7 +173,7 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
                 f"{called} {told} {len(values)} values for {len(sound)} completions. Give one value for each."
             )
         by_place = dict(zip(sound, values))
-        return [by_place.get(place) for place in range(count)]
+        return [by_place.get(place) for place in range(rows)]
 
     def counted(rewards: list[Any], log_metric: Callable[[str, float], None]) -> list[Any]:
         """Log the share of NaN. TRL reads it as None, by which a function says that it does not score an episode."""
@@ -156,16 +181,16 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         return rewards
 
     async def score_async(**given: Any) -> list[Any]:
-        count, log_metric = len(given[EPISODES]), given["log_metric"]
+        rows, log_metric = len(given[EPISODES]), given["log_metric"]
         sound, given = select(given)
         with exits_reported(called):
-            return counted(spread(await function(**given) if sound else [], sound, count), log_metric)
+            return counted(spread(await function(**given) if sound else [], sound, rows), log_metric)
 
     def score(**given: Any) -> list[Any]:
-        count, log_metric = len(given[EPISODES]), given["log_metric"]
+        rows, log_metric = len(given[EPISODES]), given["log_metric"]
         sound, given = select(given)
         with exits_reported(called):
-            return counted(spread(function(**given) if sound else [], sound, count), log_metric)
+            return counted(spread(function(**given) if sound else [], sound, rows), log_metric)
 
     chosen: Any = score_async if is_async_callable(function) else score
     chosen.__name__ = get_callable_name(function)
@@ -203,13 +228,15 @@ def _numbers(values: Any, called: str) -> list[Any]:
     for value in given:
         one = getattr(value, "item", None) if getattr(value, "ndim", None) == 0 else None
         value = one() if one else value
-        if value is None or (isinstance(value, Real) and not isinf(value)):
+        if value is None or (
+            isinstance(value, Real) and (value != value or -LARGEST_REWARD <= cast(Any, value) <= LARGEST_REWARD)
+        ):
             continue
         infinite = isinstance(value, Real)
         raise ValueError(
             f"{called} returned a {type(value).__name__}, {value!r:.100}, for a completion. Expected a "
-            + ("finite number: one infinity makes a whole group worthless. Check divisions and logarithms, or return None "
-               "for a completion without a reward." if infinite
+            + ("finite number in float32: one infinity makes a whole group worthless. Check divisions and logarithms, or "
+               "return None for a completion without a reward." if infinite
                else "number, or None for a completion without a reward. Convert it, with float(...) for example.")
         )  # fmt: skip
     return given
@@ -236,9 +263,14 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
 
     Raises:
         ValueError: If it takes ``environments`` and episodes share instances or have them in other processes, if it
-            requires an argument that is neither TRL's nor ours nor a column, or if a column has the name of ours.
+            lacks an argument of TRL's, or if it requires one that is neither TRL's nor ours nor a column.
     """
     name, parameters = get_callable_name(function), _parameters(function)
+    if unknown := [] if _takes_any(parameters) else [key for key in _TRLS if key not in parameters]:
+        raise ValueError(
+            f"The reward function {name!r} does not take the argument {unknown[0]!r}, which TRL gives to each. End its "
+            "arguments with **kwargs."
+        )
     if ENVIRONMENTS in parameters and not environments:
         raise ValueError(
             f"The reward function {name!r} takes {ENVIRONMENTS}, but an episode has no instance of its own in this process "
@@ -252,11 +284,6 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     for dataset, names in columns.items():
-        if taken := {EPISODES, ENVIRONMENTS} & set(names):
-            raise ValueError(
-                f"The column {min(taken)!r} of {dataset} has the name of an argument that reward functions get. Rename the "
-                "column."
-            )
         given = {*_TRLS, EPISODES, ENVIRONMENTS, *names} - {"prompt"}
         if missing := [key for key in required if key not in given]:
             raise ValueError(

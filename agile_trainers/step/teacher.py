@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import TrainerState
+from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 
 from agile_trainers.adapters.roles import running
@@ -29,6 +30,8 @@ from agile_trainers.step.log_probs import TokenLogProbs
 from agile_trainers.step.loss import FirstPass, LossPass, denominator_of, divisor
 from agile_trainers.train_batch import TrainBatch, paths_of, read_inputs, with_hints
 from agile_trainers.types import Trajectory
+
+logger = logging.get_logger(__name__)
 
 WEIGHTS = "teacher_weights"
 """Column (B, T) of a batch: the weight of each token's divergence."""
@@ -103,6 +106,7 @@ class Teacher:
         given = args.teacher if isinstance(args.teacher, dict) else {}
         self._of = {environment: names.index(name) for environment, name in given.items()}
         self._denominator = denominator_of(args, own_loss=own_loss)
+        self._looked = False
         self.means = TurnMeans("teacher_kl", "teacher/kl")
         """Divergence of each turn index, over the micro-batches of an optimizer step."""
 
@@ -126,6 +130,13 @@ class Teacher:
         """
         if self._args.teacher_hint is not None:
             hints = [hint_of(trajectory, self._args.teacher_hint) for trajectory in trajectories]
+            if not self._looked and not any(hint is not None for hint in hints):
+                logger.warning(
+                    "teacher_hint=%r: no episode of the first batch has such an entry in its info, and the teacher diverges "
+                    "from nothing without one. Check the name.",
+                    self._args.teacher_hint,
+                )
+            self._looked = True
             ids = [[] if hint is None else self._render(hint) for hint in hints]
             shape, device = (len(ids), max(map(len, ids))), output.prompt_ids.device
             output.hint_ids = torch.full(shape, NO_HINT, device=device)

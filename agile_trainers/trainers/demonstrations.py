@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.checker import describe_error
 from agile_trainers.envs.scripted_policies import known_policies, play
 from agile_trainers.evaluation.scripted_policies import answer_ids
 from agile_trainers.imports import NotThereError, load_named
@@ -143,14 +144,16 @@ class Demonstrations:
     def _scripted(self, spec: EpisodeSpec, member: int) -> EpisodeSpec:
         environment, policy = self._policy(spec.environment)
         turns = self._engine.limits_of(spec.environment).max_turns
-        episode = play(
-            environment,
-            policy,
-            spec.seed,
-            options=deepcopy(spec.options),
-            max_turns=turns,
-            player=f"{spec.seed} {member}",
-        )
+        player = f"{spec.seed} {member}"
+        try:
+            episode = play(
+                environment, policy, spec.seed, options=deepcopy(spec.options), max_turns=turns, player=player
+            )
+        except Exception as error:
+            raise ValueError(
+                f"demonstrations={self._name!r} failed to play the episode of seed {spec.seed}: {describe_error(error)}. "
+                "A function gets the conversation and a random generator, and returns the next answer, a text."
+            ) from error
         texts = [message["content"] for message in episode.messages if message["role"] == "assistant"]
         given = [GivenAnswer(self._encode(text)) for text in texts[-len(episode.rewards) :]]
         return replace(spec, demonstration=Demonstration(f"{self._name}, seed {spec.seed}", given, episode.rewards))

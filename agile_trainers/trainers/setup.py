@@ -197,6 +197,11 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
 
     train_dataset = kept_columns(args, train_dataset, "train_dataset")
     eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
+    for name, one in eval_rows.items() if isinstance(eval_rows, dict) else [("eval_dataset", eval_rows)]:
+        if isinstance(one, Dataset) and not len(one):
+            raise ValueError(
+                f"{name} has no rows to evaluate on. Pass some, or leave eval_dataset unset: it plays seeds."
+            )
     rows = training_rows(args, train_dataset)
     mixture = mixture_of(args, environment)
     probed = first_rows(mixture, args, train_dataset, eval_rows)
@@ -217,6 +222,8 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
         )
         for name, row in probed.items()
     }
+    for name in pool.factories:
+        pool.return_range(name)  # evaluations read it
     warn_of_unseen_prompts(probed, first_states)
     if args.vllm_server_start:  # the GPUs that this process leaves are the server's
         args._n_gpu = min(args.n_gpu, 1)
@@ -310,6 +317,11 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     """
     args, accelerator, policy = trainer.args, trainer.accelerator, trainer.model
     check_engine(accelerator, args)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ValueError(
+            "No parameter of the model is trainable, so nothing would be learned. Pass peft_config=LoraConfig(...) without "
+            "inference_mode=True, or a model whose parameters have requires_grad=True."
+        )
     prepare_policy(policy, seam.tokenizer, auxiliary_loss=trainer.aux_loss_enabled)
     if trainer.aux_loss_enabled:
         own_loss = None if trainer.loss is None else type(trainer).__name__

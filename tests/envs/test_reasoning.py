@@ -220,6 +220,12 @@ def test_wrong_arguments_say_what_is_wrong(kwargs: dict[str, Any], words: list[s
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl has no rows"):
+        make(str(tmp_path / "empty.jsonl"))
+
+
 def test_wrong_sources_and_options_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="taken from int"):
         make(5)

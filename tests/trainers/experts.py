@@ -25,3 +25,8 @@ def rambles(messages: list[Message], rng: random.Random) -> str:
 def drones(messages: list[Message], rng: random.Random) -> str:
     """Long, short or bad by chance."""
     return rng.choice(["h", "ch", "dch", "i"])
+
+
+def forgets_the_generator(messages: list[Message]) -> str:
+    """A scripted policy gets two arguments."""
+    return "h"

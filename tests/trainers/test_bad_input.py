@@ -44,6 +44,8 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
         ({"top_entropy_quantile": 1.5}, "[0, 1]"),
         ({"pad_to_multiple_of": 0}, "at least 1"),
         ({"num_iterations": 0}, "at least 1"),
+        ({"seed": -5}, "negative"),
+        ({"public_values": "level"}, "list of texts"),
         ({"steps_per_generation": 0}, "at least 1"),
     ],
 )
@@ -161,6 +163,31 @@ def test_a_template_that_rewrites_earlier_turns(embedded_model, tmp_path):
             processing_class=tokenizer,
             environment=Chatter,
         )
+
+
+class Backwards(Chatter):
+    return_range = (5.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": Backwards}, r"declares return_range=\(5.0, 1.0\)"),
+        ({"eval_dataset": Dataset.from_dict({"number": []})}, "eval_dataset has no rows to evaluate on"),
+        ({"lora": {"inference_mode": True}}, "No parameter of the model is trainable"),
+    ],
+)
+def test_what_would_show_after_steps_shows_at_construction(embedded_model, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(embedded_model, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_factory_that_returns_the_same_instance(embedded_model, tmp_path, workers):
+    shared = Chatter()
+    trainer = make_trainer(embedded_model, tmp_path, environment=lambda: shared, environment_workers=workers)
+    with pytest.raises(ValueError, match="returned an instance that already plays another episode"):
+        trainer.train()
 
 
 def test_too_few_rows_to_train_a_single_step(embedded_model, tmp_path):

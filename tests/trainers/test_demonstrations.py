@@ -336,6 +336,14 @@ def test_what_cannot_be_demonstrated_is_refused(embedded_model, tmp_path, option
         make_trainer(embedded_model, tmp_path, **options)
 
 
+def test_a_function_that_fails_is_named(embedded_model, tmp_path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, demonstrations="experts:forgets_the_generator")
+    with pytest.raises(
+        ValueError, match=r"demonstrations='experts:forgets_the_generator' failed .*seed \d+: TypeError"
+    ):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     "changes", [{"demonstration_loss": "bc"}, {"demonstration_coef": 0.0}, {"demonstrations_per_group": 0}]
 )

@@ -188,3 +188,13 @@ def test_training_questions_are_told_apart(embedded_model, tmp_path, monkeypatch
         embedded_model, tmp_path / "generated", environment=generated, num_eval_episodes=4, max_turns=1
     ).evaluate()
     assert len(said) == 1, "a generated question is not met twice"
+
+
+def test_in_bf16_an_evaluation_before_training_is_that_of_the_same_policy_after(embedded_model, tmp_path):
+    """Autocast is set up as training begins; the weights are cast for each rollout."""
+    trainer = make_trainer(embedded_model, tmp_path, bf16=True, learning_rate=0.0, num_eval_episodes=16)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    same = {*before} - {"eval_num_tokens", "eval_runtime", "eval_samples_per_second", "epoch"}
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}

@@ -40,6 +40,11 @@ def test_a_script_without_a_gpu_trains_on_the_cpu_as_the_command_does(
     assert MultiTurnGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True).bf16 is True and len(said) == 2
 
 
+def test_the_cpu_that_is_asked_for_computes_in_float32_too(tmp_path: Path) -> None:
+    assert MultiTurnGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True).bf16 is False
+    assert MultiTurnGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=True).bf16 is True
+
+
 @pytest.mark.parametrize("option", [{"load_best_model_at_end": True}, {"save_strategy": "best"}])
 def test_the_best_checkpoint_needs_an_evaluation(option: dict[str, Any], tmp_path: Path) -> None:
     ((name, value),) = option.items()

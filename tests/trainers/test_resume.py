@@ -16,6 +16,7 @@ from typing import Any
 import forks
 import pytest
 from checkpointed_runs import SAVING, assert_same, make, run_until, weights
+from datasets import Dataset
 from games import Chatter
 
 from agile_trainers import MultiTurnPPOTrainer
@@ -95,6 +96,39 @@ def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tm
     trainer = make("grpo", embedded_model, tmp_path, max_steps=2, optim="sgd")
     with pytest.raises(CheckpointError, match=r"optim.*'adamw_torch' -> 'sgd'"):
         trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("option, value", [("beta", 0.1), ("replay_successes", 2), ("teacher", "policy")])
+def test_what_the_batch_in_progress_lacks_is_refused(embedded_model, tmp_path, option, value):
+    """The loss would miss a column of it; between two batches the same change takes effect."""
+    rows = {"train_dataset": Dataset.from_dict({"number": list(range(8))})}
+    reference = {"sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}
+    batch = {"beta": 0.0, "reference_adapter": False, "max_steps": 5, **reference, **rows}
+    run_until(4, "grpo", embedded_model, tmp_path, save_steps=1, **batch)  # a batch serves four steps
+    more = {option: value, **({"teacher_hint": "hint"} if option == "teacher" else {})}
+    for step, early in ((3, True), (4, False)):
+        trainer = make("grpo", embedded_model, tmp_path / "other", **{**batch, **more})
+        if early:
+            with pytest.raises(CheckpointError, match=rf"without what these options need: {option}"):
+                trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        else:
+            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+            assert trainer.state.global_step == 5
+
+
+def test_other_rows_are_told(embedded_model, tmp_path, warned):
+    rows = Dataset.from_dict({"number": list(range(16))})
+    run_until(2, "reinforce", embedded_model, tmp_path, save_steps=1, max_steps=3, train_dataset=rows)
+    for name, other, told in (("same", rows, 0), ("fewer", rows.select(range(12)), 1)):
+        trainer = make("reinforce", embedded_model, tmp_path / name, max_steps=3, train_dataset=other)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert sum("it had 16 rows with the columns ['number'], and has 12" in text for text in warned) == told
+
+
+@pytest.mark.parametrize("resume", ["", 3])
+def test_what_names_no_checkpoint_is_refused(embedded_model, tmp_path, resume):
+    with pytest.raises(ValueError, match=f"resume_from_checkpoint={resume!r}: expected True, 'auto', or the folder"):
+        make("grpo", embedded_model, tmp_path, max_steps=1).train(resume_from_checkpoint=resume)
 
 
 # ------------------------------------------------------------------------------------------------------------ environments

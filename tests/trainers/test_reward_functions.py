@@ -214,6 +214,13 @@ def by_secret(secret, completions, **_):
             r"'by_secret' requires the argument 'secret'.*eval_dataset",
         ),
         ({"reward_funcs": by_secret, "train_dataset": {"secret": [1] * 2, "trajectories": [1] * 2}}, r"column 'trajec"),
+        ({"train_dataset": {"completions": [1] * 2}}, r"column 'completions' of train_dataset"),
+        (
+            {"reward_funcs": lambda completions: [0.0], "train_dataset": {"x": [1] * 2}},
+            r"does not take the argument 'prompts'",
+        ),
+        ({"reward_funcs": by_environment, "reward_weights": [float("nan")]}, r"finite numbers, got \[nan\]"),
+        ({"reward_funcs": by_environment, "reward_weights": ["1"]}, r"finite numbers, got \['1'\]"),
     ],
 )
 def test_what_a_reward_function_cannot_get_is_said_at_construction(embedded_model, tmp_path, change, named):
@@ -240,6 +247,21 @@ def test_as_many_values_as_completions(embedded_model, tmp_path, wrong):
 
     with pytest.raises(ValueError, match=rf"'short' {wrong} 7 values for 8"):
         make_trainer(embedded_model, tmp_path, reward_funcs=short).train()
+
+
+def test_functions_of_equal_names_are_logged_apart(embedded_model, tmp_path):
+    """Also one that is called as the environment's return."""
+
+    def environment(completions, **_):
+        return [5.0] * len(completions)
+
+    ones, twos = (lambda completions, x=x, **_: [x] * len(completions) for x in (1.0, 2.0))
+    trainer = make_trainer(embedded_model, tmp_path, reward_funcs=[environment, ones, twos])
+    assert trainer.reward_func_names == ["environment", "environment_2", "<lambda>", "<lambda>_2"]
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert [logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names[1:]] == [5.0, 1.0, 2.0]
+    assert logged["rewards/environment/mean"] == pytest.approx(logged["return/mean"])
 
 
 def test_the_share_of_groups_without_spread_by_hand():
@@ -355,7 +377,9 @@ def test_ctrl_c_in_a_reward_function_stays_ctrl_c():
         )
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, ["1"], [[1.0]], [object()], [{}], [torch.ones(2)]])
+@pytest.mark.parametrize(
+    "returned", [None, 1.0, ["1"], [[1.0]], [object()], [{}], [torch.ones(2)], [1e39], [-(10**400)]]
+)
 def test_what_is_no_list_of_rewards_is_named(returned: Any) -> None:
     def generous(**_: Any) -> Any:
         return returned

@@ -20,6 +20,7 @@ from agile_trainers.adapters.roles import TEACHER, running
 from agile_trainers.cli.check.memory_plan import teacher_bytes
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.sampling.teacher_server import TeacherServer
+from agile_trainers.step import teacher as teacher_module
 from agile_trainers.step.teacher import WEIGHTS, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
 from agile_trainers.trainers import MultiTurnDistillationTrainer
@@ -244,6 +245,22 @@ def test_the_teacher_reads_the_hint_before_the_exact_ids(embedded_model, tmp_pat
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
             torch.testing.assert_close(read[row, places], expected, rtol=0, atol=1e-5)
         assert episode["completion_ids"]
+
+
+@pytest.mark.parametrize("name", ["hint", "hnit"])
+def test_a_hint_that_no_episode_has_is_told(embedded_model, tmp_path, monkeypatch, name) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(teacher_module.logger, "warning", lambda *told: said.append(told))
+    make_trainer(
+        embedded_model,
+        tmp_path,
+        environment=Hinting,
+        teacher="policy",
+        teacher_hint=name,
+        max_steps=2,
+        num_generations=2,
+    ).train()
+    assert [told[1] for told in said] == [name] * (name == "hnit")
 
 
 def test_a_hint_is_rendered_as_a_message_of_its_own(embedded_model, tmp_path) -> None:

@@ -173,14 +173,17 @@ def read_dataset(path: str, config: str | None = None, **options: Any) -> Any:
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If a folder of ``save_to_disk`` has no such split.
+        ValueError: If a file has no rows, or a folder of ``save_to_disk`` no such split.
     """
     import datasets
 
     suffix = Path(path).suffix.lower()
     if suffix in FILES:
         extra = {"sep": "\t"} if suffix == ".tsv" else {}
-        return datasets.load_dataset(FILES[suffix], data_files=path, **{**extra, **options})
+        try:
+            return datasets.load_dataset(FILES[suffix], data_files=path, **{**extra, **options})
+        except StopIteration:
+            raise ValueError(f"{path} has no rows.") from None
     if (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(path)
         splits = saved if isinstance(saved, Mapping) else {TRAIN: saved}
