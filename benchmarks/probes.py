@@ -50,7 +50,7 @@ PATIENCE = 4
 """Number of consecutive solved evaluations that end a run early. Lengths are measured over the whole budget."""
 PEER_SCORE = {"two_inputs": 0.836}
 """Greedy success of AgileRL 2.9.1 on the probes that it did not solve on the same budget."""
-COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#7F7F7F")
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#7F7F7F", "#8C510A")
 """A colour per algorithm that colour-blind readers can tell apart (Okabe and Ito)."""
 LENGTH_EPISODES = 2048
 """Number of sampled episodes in a mean length."""
