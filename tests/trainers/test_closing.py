@@ -104,10 +104,14 @@ def test_a_closed_trainer_says_so_and_can_be_saved(embedded_model: Path, tmp_pat
     make_trainer(embedded_model, tmp_path).train()  # the folder is locked no longer
 
 
-def test_a_trainer_that_fails_holds_nothing(embedded_model: Path, tmp_path: Path, before: dict[str, int]) -> None:
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_trainer_that_fails_holds_nothing(
+    embedded_model: Path, tmp_path: Path, before: dict[str, int], loads: bool
+) -> None:
     """Also while its error, and with it the half-made trainer, is there."""
-    with pytest.raises(ValueError, match="trained whole") as caught:
-        make_trainer(embedded_model, tmp_path, lora=False, environment_processes=2, batches_ahead=1)
+    model = embedded_model if loads else tmp_path / "nowhere"
+    with pytest.raises((ValueError, OSError), match="trained whole" if loads else "nowhere") as caught:
+        make_trainer(model, tmp_path, lora=False, environment_processes=2, batches_ahead=1)
     left_as(before, OUTSIDE)
     assert caught.tb is not None
 
