@@ -378,7 +378,8 @@ def plot(results: Sequence[Run]) -> None:
     for row, algorithm, color in zip(panels, ALGORITHMS, COLORS, strict=True):
         for panel, probe in zip(row, probes, strict=True):
             _draw(panel, [r for r in results if _key(r)[:2] == (algorithm, probe)], probe, color)
-        row[0].annotate(algorithm, (-0.32, 0.5), xycoords="axes fraction", rotation=90, va="center", fontsize=11)
+        name = algorithm.replace(", ", ",\n").replace("-", "-\n")
+        row[0].annotate(name, (-0.3, 0.5), xycoords="axes fraction", ha="right", va="center", fontsize=10)
     for panel, probe in zip(panels[0], probes, strict=True):
         panel.set_title(f"{probe}\n{PROBES[probe].episodes} episodes", fontsize=10)
     figure.supxlabel("episodes, in thousands", fontsize=11)
