@@ -112,11 +112,7 @@ class Parser(TrlParser):
         return super().set_defaults_with_config(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Print an error in the options and exit with code 2. A beginning of several may be a name of another library."""
-        if message.startswith("ambiguous option: "):
-            name = message.split()[2]
-            answer = meant(name, [known for action in self._actions for known in action.option_strings], count=0)
-            message = f"there is no option {name}{answer}" if answer else message
+        """Print an error in the options and exit with code 2."""
         print(wrapped(f"usage: {self.usage}\n{self.prog}: error: {message}"), file=sys.stderr)
         raise SystemExit(2)
 

@@ -23,6 +23,7 @@ from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser, check_output, environment_arguments
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
+from agile_trainers.config.other_names import OTHER_NAMES
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
@@ -322,6 +323,7 @@ def launcher_options(
     launcher = launch_command_parser()
     launcher.error = parser.error
     known = {"--accelerate_config", *(option for action in launcher._actions for option in action.option_strings)}
+    known -= {f"--{name}" for name in OTHER_NAMES}  # `--env`, which is for pods of TPUs, is an environment here
     parser.refuse(options, known)
     left = list(from_command_line)
     training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]

@@ -130,6 +130,8 @@ def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, 
         launch = planned(launcher_options(first, [algorithm, *options], launched, from_command_line, debug=False))
     elsewhere = given.gpu_memory is not None and not torch.cuda.is_available()
     parser = make_parser(algorithm, Parser, launch, elsewhere=elsewhere)
+    if elsewhere and not given.fp16:
+        parser.set_defaults(bf16=True)  # TRL's default, which is float32 on a CPU
     try:
         *parsed, _, _ = parser.parse_args_and_config(
             options, return_remaining_strings=True, separate_remaining_strings=True
