@@ -95,6 +95,7 @@ def cases(tmp_path, monkeypatch):
     (HERE / "on_gpu/test_made.py").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_its_process_ends_no_other(cases):
     """What passed or was skipped is not run again; what died is."""
     text = """

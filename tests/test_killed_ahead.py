@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import forks
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
     """SIGKILL inside a save with a model, SIGTERM with a script, while environments take random times.
 
