@@ -1855,7 +1855,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a factory may return an instance that plays", "rollout/environment_pool.py",
-        "if any(instance is other for", "if any(False for", "tests/trainers/test_bad_input.py -k same_instance",
+        "if any(made is other for", "if any(False for", "tests/trainers/test_bad_input.py -k same_instance",
     ),
     Mutation(
         "a batch is trained on with options that it was not made for", "checkpoints/record.py",

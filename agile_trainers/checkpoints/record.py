@@ -316,7 +316,8 @@ class RunCheckpoints:
                 f"{'; '.join(options.early)}. Resume from a checkpoint between two batches, or leave these options as they "
                 "were."
             )
-        if (there := position.get("data", self._data())) != (here := self._data()):
+        here = self._data()
+        if (there := position.get("data", here)) != here:
             logger.warning(
                 "train_dataset is not the checkpoint's: it had %s rows with the columns %s, and has %s with %s. The run "
                 "goes on at its place in the new rows.",

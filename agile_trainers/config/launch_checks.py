@@ -45,7 +45,7 @@ def fall_back_to_cpu(args: Any) -> None:
     Args:
         args: A configuration; ``use_cpu`` and ``bf16`` are set, unless a type of numbers is.
     """
-    if args.bf16 is not None or args.fp16 or not (args.use_cpu or not torch.accelerator.is_available()):
+    if args.bf16 is not None or args.fp16 or (torch.accelerator.is_available() and not args.use_cpu):
         return
     if not args.use_cpu:
         logger.warning(

@@ -400,15 +400,17 @@ class EnvironmentPool:
         if episode not in self._playing:
             self._names[episode] = name
             idle = self._idle[name]
-            instance = idle.pop() if idle else self.factories[name]()
-            if any(instance is other for other in self._playing.values()) and not isinstance(instance, Agent):
-                raise SharedInstanceError(
-                    f"The factory of {self.titles[name]} returned an instance that already plays another episode, so their "
-                    "states would mix. Return a new one at each call: environment=MyEnvironment, or lambda: "
-                    "MyEnvironment(...)."
-                )
-            self._playing[episode] = instance
+            self._playing[episode] = idle.pop() if idle else self._new(name)
         return self._playing[episode]
+
+    def _new(self, name: str | None) -> Environment:
+        made = self.factories[name]()
+        if any(made is other for other in self._playing.values()) and not isinstance(made, Agent):
+            raise SharedInstanceError(
+                f"The factory of {self.titles[name]} returned an instance that already plays another episode, so their "
+                "states would mix. Return a new one at each call: environment=MyEnvironment, or lambda: MyEnvironment(...)."
+            )
+        return made
 
     def _start_waiting(self) -> None:
         while self._waiting and self._free_workers:
@@ -625,9 +627,8 @@ def _serve_loop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> No
         # environments' coroutines go on where they were.
         with suppress(BaseException):
             loop.run_forever()
-    with suppress(
-        BaseException
-    ):  # a coroutine that is cancelled before its first step gives back nothing that it holds
+    # A coroutine that is cancelled before its first step gives back nothing that it holds.
+    with suppress(BaseException):
         loop.run_until_complete(asyncio.sleep(0))
     with suppress(BaseException):
         tasks = asyncio.all_tasks(loop)

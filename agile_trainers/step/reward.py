@@ -263,14 +263,9 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
 
     Raises:
         ValueError: If it takes ``environments`` and episodes share instances or have them in other processes, if it
-            lacks an argument of TRL's, or if it requires one that is neither TRL's nor ours nor a column.
+            lacks an argument of TRL's or a column, or if it requires one that is neither of these nor ours.
     """
     name, parameters = get_callable_name(function), _parameters(function)
-    if unknown := [] if _takes_any(parameters) else [key for key in _TRLS if key not in parameters]:
-        raise ValueError(
-            f"The reward function {name!r} does not take the argument {unknown[0]!r}, which TRL gives to each. End its "
-            "arguments with **kwargs."
-        )
     if ENVIRONMENTS in parameters and not environments:
         raise ValueError(
             f"The reward function {name!r} takes {ENVIRONMENTS}, but an episode has no instance of its own in this process "
@@ -284,6 +279,12 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     for dataset, names in columns.items():
+        unasked = [key for key in (*_TRLS, *names) if key not in parameters and key != "prompt"]
+        if unasked and not _takes_any(parameters):
+            raise ValueError(
+                f"The reward function {name!r} does not take the argument {unasked[0]!r}, which each is given. End its "
+                "arguments with **kwargs."
+            )
         given = {*_TRLS, EPISODES, ENVIRONMENTS, *names} - {"prompt"}
         if missing := [key for key in required if key not in given]:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from datasets import Dataset
 from transformers import SchedulerType
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
@@ -182,12 +183,20 @@ def played_columns(train_dataset: Any, eval_dataset: Any, *, evaluates: bool) ->
         train_dataset: The user's, or None.
         eval_dataset: The user's, one or several by name, or None.
         evaluates: True if the run evaluates while it trains.
+
+    Raises:
+        ValueError: If one to evaluate on has no rows.
     """
     played = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
         played |= {f"eval_dataset[{name!r}]": part for name, part in eval_dataset.items()}
     elif eval_dataset is not None or evaluates:
         played["eval_dataset"] = eval_dataset
+    for name, dataset in played.items():
+        if isinstance(dataset, Dataset) and not len(dataset):  # too few to train on are refused before
+            raise ValueError(
+                f"{name} has no rows to evaluate on. Pass some, or leave eval_dataset unset: it plays seeds."
+            )
     return {name: [] if dataset is None else _columns(dataset) for name, dataset in played.items()}
 
 

@@ -197,11 +197,6 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
 
     train_dataset = kept_columns(args, train_dataset, "train_dataset")
     eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
-    for name, one in eval_rows.items() if isinstance(eval_rows, dict) else [("eval_dataset", eval_rows)]:
-        if isinstance(one, Dataset) and not len(one):
-            raise ValueError(
-                f"{name} has no rows to evaluate on. Pass some, or leave eval_dataset unset: it plays seeds."
-            )
     rows = training_rows(args, train_dataset)
     mixture = mixture_of(args, environment)
     probed = first_rows(mixture, args, train_dataset, eval_rows)

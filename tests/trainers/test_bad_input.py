@@ -174,6 +174,7 @@ class Backwards(Chatter):
     [
         ({"environment": Backwards}, r"declares return_range=\(5.0, 1.0\)"),
         ({"eval_dataset": Dataset.from_dict({"number": []})}, "eval_dataset has no rows to evaluate on"),
+        ({"eval_dataset": {"hard": Dataset.from_dict({"number": []})}}, r"eval_dataset\['hard'\] has no rows"),
         ({"lora": {"inference_mode": True}}, "No parameter of the model is trainable"),
     ],
 )

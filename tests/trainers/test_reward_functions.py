@@ -199,6 +199,10 @@ def by_environment(environments, **_):
     return [0.0] * len(environments)
 
 
+def by_all_of_trls(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    return [0.0] * len(completions)
+
+
 def by_secret(secret, completions, **_):
     return [0.0] * len(completions)
 
@@ -219,6 +223,7 @@ def by_secret(secret, completions, **_):
             {"reward_funcs": lambda completions: [0.0], "train_dataset": {"x": [1] * 2}},
             r"does not take the argument 'prompts'",
         ),
+        ({"reward_funcs": by_all_of_trls, "train_dataset": {"x": [1] * 2}}, r"does not take the argument 'x'"),
         ({"reward_funcs": by_environment, "reward_weights": [float("nan")]}, r"finite numbers, got \[nan\]"),
         ({"reward_funcs": by_environment, "reward_weights": ["1"]}, r"finite numbers, got \['1'\]"),
     ],

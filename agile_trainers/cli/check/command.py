@@ -89,16 +89,13 @@ class CheckArguments:
             raise ValueError(f"scripted_policy must be one of {', '.join(POLICIES)}, got {self.scripted_policy!r}.")
 
 
-def make_parser(
-    algorithm: str, kind: type[Parser] = Parser, launch: Launch = SINGLE, *, elsewhere: bool = False
-) -> Parser:
+def make_parser(algorithm: str, kind: type[Parser] = Parser, launch: Launch = SINGLE) -> Parser:
     """Make the parser of ``agile-trainers check`` for one algorithm.
 
     Args:
         algorithm: Its name.
         kind: The class of the parser.
         launch: The processes that the configuration is checked for.
-        elsewhere: True if the run is for a GPU that is not here, whose defaults apply.
     """
     config: Any = find_algorithm(algorithm).config_class
     if launch.processes > 1:  # batch sizes are over all processes
@@ -107,11 +104,7 @@ def make_parser(
     command = "agile-trainers check"
     names = " | ".join([*algorithm_names(), "module.path:Class"])
     usage = f"{command} [{names}] --environment ID [--model MODEL] [--config FILE] [options]"
-    parser = kind(types, prog=command, usage=usage)
-    if elsewhere:
-        parser.set_defaults(use_cpu=True)
-        return parser
-    return on_cpu(parser)
+    return on_cpu(kind(types, prog=command, usage=usage))
 
 
 def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, Launch, bool]:
@@ -129,9 +122,9 @@ def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, 
     if launched:
         launch = planned(launcher_options(first, [algorithm, *options], launched, from_command_line, debug=False))
     elsewhere = given.gpu_memory is not None and not torch.cuda.is_available()
-    parser = make_parser(algorithm, Parser, launch, elsewhere=elsewhere)
-    if elsewhere and not given.fp16:
-        parser.set_defaults(bf16=True)  # TRL's default, which is float32 on a CPU
+    parser = make_parser(algorithm, Parser, launch)
+    if elsewhere:
+        parser.set_defaults(use_cpu=True, bf16=not given.fp16)  # as TRL decides on a GPU
     try:
         *parsed, _, _ = parser.parse_args_and_config(
             options, return_remaining_strings=True, separate_remaining_strings=True
