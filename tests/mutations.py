@@ -1866,6 +1866,46 @@ MUTATIONS = [
         "        if name in before:\n", "        if False:\n", "tests/trainers/test_reward_functions.py -k equal_names",
     ),
     Mutation(
+        "a model without trainable parameters is trained", "trainers/setup.py",
+        "if not any(parameter.requires_grad for", "if not any(True for", "tests/trainers/test_bad_input.py -k shows_at",
+    ),
+    Mutation(
+        "a wrong range of returns shows at the first evaluation", "trainers/setup.py",
+        "pool.return_range(name)  #", "pass  #", "tests/trainers/test_bad_input.py -k shows_at",
+    ),
+    Mutation(
+        "a data set without rows is taken to evaluate on", "trainers/evaluation.py",
+        "and not len(dataset):", "and False:", "tests/trainers/test_bad_input.py -k shows_at",
+    ),
+    Mutation(
+        "a reward that float32 cannot hold is taken", "step/reward.py",
+        "-LARGEST_REWARD <= cast(Any, value) <= LARGEST_REWARD", "True",
+        "tests/trainers/test_reward_functions.py -k no_list",
+    ),
+    Mutation(
+        "a weight of rewards may be no number", "step/reward.py",
+        "isinstance(weight, Real) and isfinite(weight) for", "True for",
+        "tests/trainers/test_reward_functions.py -k cannot_get",
+    ),
+    Mutation(
+        "the CPU that is asked for computes in bf16", "config/launch_checks.py",
+        "(torch.accelerator.is_available() and not args.use_cpu)", "args.use_cpu",
+        "tests/trainers/test_machine_mistakes.py -k float32",
+    ),
+    Mutation(
+        "options of the command line are abbreviated", "cli/parser.py",
+        '"allow_abbrev": False', '"allow_abbrev": True', "tests/test_cli.py -k nearest",
+    ),
+    Mutation(
+        "a hint that no episode has is not told", "step/teacher.py",
+        "if not self._looked and not any(", "if False and not any(", "tests/trainers/test_teacher.py -k is_told",
+    ),
+    Mutation(
+        "an expert that fails is not named", "trainers/demonstrations.py",
+        "except Exception as error:\n            raise", "except OSError as error:\n            raise",
+        "tests/trainers/test_demonstrations.py -k fails_is_named",
+    ),
+    Mutation(
         "other rows of a resumed run are not told", "checkpoints/record.py",
         '"data": self._data(),', "", "tests/trainers/test_resume.py -k other_rows",
     ),
