@@ -55,16 +55,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module("quick").make_quick()
 
 
-_modules = 0
-
-
 def _leave_out_of_garbage_collection() -> None:
-    """Freeze what imports have made, as often as they make much: each training run collects, a third of a second else."""
-    global _modules
-    if len(sys.modules) - _modules > 100:
-        gc.collect()
-        gc.freeze()
-        _modules = len(sys.modules)
+    """Freeze what is there: each training run collects, a third of a second else."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
