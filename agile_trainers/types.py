@@ -31,7 +31,7 @@ NO_TURN = -1
 class Image:
     """An image of a message. Equal bytes are the same image."""
 
-    data: bytes = field(repr=False)
+    data: bytes
     """A file in a common format, of one frame."""
 
     @cached_property
@@ -39,7 +39,7 @@ class Image:
         """The content in 32 hexadecimal digits."""
         return blake2b(self.data, digest_size=16).hexdigest()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"image:{self.digest}"
 
 

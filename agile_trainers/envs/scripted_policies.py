@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from agile_trainers.envs.agent import AgentEnvironment
-from agile_trainers.envs.base import Environment, Observation, as_messages, bound_reset, bound_step
-from agile_trainers.envs.checker import validate_reset, validate_step
+from agile_trainers.envs.base import Environment, Observation, as_messages, bound_end, bound_reset, bound_step
+from agile_trainers.envs.checker import validate_end, validate_reset, validate_step
 from agile_trainers.types import Message
 
 ScriptedPolicy = Callable[[list[Message], random.Random], str]
@@ -59,7 +59,8 @@ def play(
         policy: Gives the answers.
         seed: Seed of the environment and of the policy's separate random generator.
         options: The dataset row passed to ``reset``.
-        max_turns: Stop after this many turns. Default: play until the environment ends the episode.
+        max_turns: Stop after this many turns, and tell the environment's ``end``, whose reward the last turn gets. Default:
+            play until the environment ends the episode.
         player: Seed of the policy's generator. Default: ``seed``.
 
     Raises:
@@ -73,7 +74,11 @@ def play(
         episode.messages.append({"role": "assistant", "content": answer})
         observation, reward, terminated, truncated, episode.info = validate_step(bound_step(environment, answer)())
         episode.rewards.append(reward)
-        if terminated or truncated or len(episode.rewards) == max_turns:
+        over = terminated or truncated
+        if not over and len(episode.rewards) == max_turns:
+            over = True
+            episode.rewards[-1] += validate_end(bound_end(environment, "max_turns")()) or 0.0
+        if over:
             episode.final_observation = observation
             return episode
         episode.messages += as_messages(observation)

@@ -248,14 +248,15 @@ def recorded_settings(model: str) -> dict[str, Any]:
         model: Folder or Hub id.
 
     Returns:
-        Those of the fields of :class:`EpisodeOptions` and :class:`SamplingSettings` that the record has; empty without a
-        record of a run on episodes.
+        Those of the fields of :class:`EpisodeOptions` and :class:`SamplingSettings` that the record has, of several
+        environments by their ids; empty without a record of a run on episodes.
     """
     file = str(Path(model) / RECORD) if Path(model).is_dir() else hub_file(model, RECORD, None)
     if file is None or not Path(file).is_file():
         return {}
     folder = Path(file).parent
-    options, unknown = with_private(read_record(folder).get("options", {}), folder)
+    record = read_record(folder)
+    options, unknown = with_private(record.get("options", {}), folder)
     names = {one.name for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)} - {"do_sample"}
     found = {name: value for name, value in options.items() if name in names}
     if withheld := sorted(names & set(unknown)):
@@ -273,6 +274,19 @@ def recorded_settings(model: str) -> dict[str, Any]:
         )  # fmt: skip
     if "stop_strings" in found:
         found["stop_strings"] = tuple(found["stop_strings"] or ())
+    for option in ("environment_limits", "history"):
+        if isinstance(own := found.get(option), dict):
+            found[option] = _by_id(own, str(record.get("environment")), f"{model}: {option}")
+    return found
+
+
+def _by_id(own: dict[str, Any], environments: str, what: str) -> dict[str, Any]:
+    """Key values of several environments by the ids of these, given a record's ``"guess=agile:guess_number, ..."``."""
+    ids = dict(one.split("=", 1) for one in environments.split(", ") if "=" in one)
+    found: dict[str, Any] = {}
+    for name, value in own.items():
+        if found.setdefault(key := ids.get(name, name), value) != value:
+            logger.warning("%s of %s differs between the names that it had. Played with that of the first.", what, key)
     return found
 
 

@@ -23,7 +23,7 @@ from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
 from agile_trainers.rollout.seeds import EVALUATION, Mixture, evaluation_specs
 from agile_trainers.rollout.spec import EpisodeSpec
-from agile_trainers.types import StopReason, Trajectory
+from agile_trainers.types import StopReason, Trajectory, keyed
 
 logger = logging.get_logger(__name__)
 
@@ -330,14 +330,17 @@ def _is_training_question(trajectory: Trajectory) -> bool:
 
 def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
     """Return the start of an episode, and what tells whether it was the same game as another."""
-    seed = trajectory.seed
+    seed, pictures = trajectory.seed, trajectory.pictures or [[]]
+    shown = [[one.key for one in of_path] for of_path in pictures if of_path]
     return EpisodeStart(
         environment=trajectory.environment_name,
         seed=seed,
         row=None if trajectory.options is None else content_digest(trajectory.options, seed),
-        prompt=content_digest(trajectory.prompt_ids, seed),
+        prompt=content_digest(keyed(trajectory.prompt_ids, pictures[0]), seed),
         information=content_digest(trajectory.reset_info, seed),
-        played=content_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
+        played=content_digest(
+            [trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ()), *shown], seed
+        ),
         outcome=content_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
     )
 

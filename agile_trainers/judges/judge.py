@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from agile_trainers.imports import exits_reported
 from agile_trainers.judges.asking import Asker, JudgeEndpoint, JudgeFunction, Reply
 from agile_trainers.judges.questions import (
     EPISODE,
@@ -184,7 +185,10 @@ class Judge:
         return _Asked(members, questions, shown, conversation)
 
     def _text(self, episode: Trajectory) -> str:
-        return self._rubric if isinstance(self._rubric, str) else self._rubric(episode)
+        if isinstance(self._rubric, str):
+            return self._rubric
+        with exits_reported("The function `rubric` of a judge"):
+            return self._rubric(episode)
 
     def _send(self, asked: _Asked, episodes: Sequence[Trajectory]) -> list[tuple[str, int]]:
         seed = episodes[asked.episodes[0]].seed

@@ -56,16 +56,25 @@ class JudgeQuestion:
 
 
 def transcript(episode: Trajectory) -> list[dict[str, Any]]:
-    """Return the prompt, the answers and the observations of an episode, in the order in which they came, as text.
+    """Return the prompt, the answers and the observations of an episode, in order, as text.
 
-    Answers have the number of their turn, from 1 on.
+    Answers have the number of their turn, from 1 on. A call of an agent that continues no other comes with its own prompt,
+    whose first message ``begins`` another conversation; calls have the order of :attr:`Trajectory.turns`.
     """
-    lines = [{"role": message["role"], "content": text_of(message)} for message in episode.prompt]
+    lines = list[dict[str, Any]]()
     for k, turn in enumerate(episode.turns):
+        # Of an episode whose environment rewrites contexts, this is what the policy saw, and no other conversation.
+        anew = turn.messages if "call" in turn.info else None
+        if anew or not k:
+            first, *rest = _lines(anew or episode.prompt)
+            lines += [{**first, "begins": True} if k else first, *rest]
         action, *observed = turn.said
-        lines.append({"role": "assistant", "turn": k + 1, "content": action["content"]})
-        lines += [{"role": message["role"], "content": text_of(message)} for message in observed]
+        lines += [{"role": "assistant", "turn": k + 1, "content": action["content"]}, *_lines(observed)]
     return lines
+
+
+def _lines(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{"role": message["role"], "content": text_of(message)} for message in messages]
 
 
 def canonical(value: Any) -> str:

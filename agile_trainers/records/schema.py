@@ -46,7 +46,7 @@ PATH = pa.struct({
 })  # fmt: skip
 
 EPISODE = pa.schema({
-    "step": pa.int64(),  # optimizer steps of the policy that sampled it
+    "step": pa.int64(),  # optimizer steps before the update on it; of an evaluation's, of its policy
     "generation": pa.int64(),  # index of the generation batch in the run
     "phase": pa.string(),  # "train" or "eval"
     "index": pa.int64(),  # among the episodes of all processes in the batch

@@ -125,7 +125,7 @@ def episode_row(
 
     Args:
         trajectory: The episode.
-        step: Optimizer steps of the policy that sampled it.
+        step: Optimizer steps before the update on it; of an evaluation's episode, of its policy.
         phase: ``"train"`` or ``"eval"``.
         index: Its index among the episodes of all processes.
         generation: Index of its generation batch.

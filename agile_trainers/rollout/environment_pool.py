@@ -230,7 +230,7 @@ class EnvironmentPool:
         made: Any = self._made[name]
         while isinstance(made, partial):
             made = made.func
-        # An instance in a process of its own is asked by its class.
+        # An instance in a process of its own has said at its first reset.
         asked = next((one for one in (*self._idle[name], made) if hasattr(one, "return_range")), None)
         return declared_range(asked, self.titles[name])
 

@@ -120,13 +120,16 @@ class ProcessEnvironment:
                 ) from error
         theirs.close()
         _exit_before(self._process, self._connection)
-        self._rewrites = True
+        self._rewrites, self._known = True, False
         self._calls = 0
         """Number of the last call, which its answer repeats."""
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """Start an episode in the process."""
-        return await self._call("reset", seed, options)
+        started = await self._call("reset", seed, options)
+        if not self._known:
+            self.return_range, self._known = await self._call("return_range"), True
+        return started
 
     async def step(self, action: str) -> StepResult:
         """Step the environment in the process."""
@@ -225,6 +228,7 @@ _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
     "play": bound_play,
     "end": bound_end,
     "context": bound_context,
+    "return_range": lambda environment: functools.partial(getattr, environment, "return_range", None),
 }
 
 

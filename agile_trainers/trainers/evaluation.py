@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -200,13 +201,16 @@ def played_columns(train_dataset: Any, eval_dataset: Any, *, evaluates: bool) ->
     return {name: [] if dataset is None else _columns(dataset) for name, dataset in played.items()}
 
 
-def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: Any) -> MultiTurnConfig:
+def with_best_metric(
+    args: MultiTurnConfig, *, by_reward: bool, eval_dataset: Any, environments: Sequence[str] | None = None
+) -> MultiTurnConfig:
     """Fill in ``metric_for_best_model`` where it is needed: the reward with reward functions, else the return.
 
     Args:
         args: The configuration for episodes.
         by_reward: True if there are reward functions.
         eval_dataset: The user's. Several by name have no common metric, so that there is no default.
+        environments: Names of several, None for one.
 
     Raises:
         ValueError: If it is a loss, which an evaluation of episodes does not have, or if there is no default.
@@ -221,7 +225,7 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
                 f"metric_for_best_model={args.metric_for_best_model!r} is not a metric of episodes, whose evaluation has no "
                 f"loss. Leave it unset ({metric!r}), or choose 'success' or any other that evaluate() returns."
             )
-        _check_spelling(str(args.metric_for_best_model), eval_dataset)
+        _check_spelling(str(args.metric_for_best_model), eval_dataset, environments or ())
         return args
     if isinstance(eval_dataset, dict):
         names = ", ".join(repr(f"{name}_{metric}") for name in eval_dataset)
@@ -238,13 +242,15 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
     return args
 
 
-def _check_spelling(metric: str, eval_dataset: Any) -> None:
+def _check_spelling(metric: str, eval_dataset: Any, environments: Sequence[str]) -> None:
     """Reject a metric whose name is almost that of one that every evaluation has; reward functions may log others.
 
     Raises:
         ValueError: For such a name.
     """
-    known = [name if part is None else f"{part}_{name}" for part in _parts(eval_dataset) for name in _ALWAYS_EVALUATED]
+    sets = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else [""]
+    parts = ["", *(f"{name}_" for name in environments)]
+    known = [f"{one}{part}{name}" for one in sets for part in parts for name in _ALWAYS_EVALUATED]
     name = metric.removeprefix("eval_")
     near = "" if name in known else nearest(name, known, count=1, cutoff=0.75)
     if near:
@@ -252,10 +258,6 @@ def _check_spelling(metric: str, eval_dataset: Any) -> None:
             f"metric_for_best_model={metric!r} is no metric of an evaluation{near} Set it to one of "
             f"{', '.join(map(repr, known))}, or to any other that evaluate() returns, or leave it unset."
         )
-
-
-def _parts(eval_dataset: Any) -> list[str | None]:
-    return list(eval_dataset) if isinstance(eval_dataset, dict) else [None]
 
 
 def _columns(dataset: Any) -> list[str]:

@@ -183,13 +183,14 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     if kind.loss is not None:
         check_own_loss(given["args"], kind.loss_needs)
     args: MultiTurnConfig = given["args"]
-    args = args.with_environment(names_of(environment))
+    environments = names_of(environment)
+    args = args.with_environment(environments)
     check_machine(args)
     check_repeatable(model, peft_config)
     factories = environment_factories(environment)
 
     rewarded = reward_funcs is not None and reward_funcs != []
-    args = with_best_metric(args, by_reward=rewarded, eval_dataset=eval_dataset)
+    args = with_best_metric(args, by_reward=rewarded, eval_dataset=eval_dataset, environments=environments)
     if args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
     elif isinstance(peft_config, LoraConfig) and not peft_config.exclude_modules and shows_images(given):

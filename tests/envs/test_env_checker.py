@@ -236,9 +236,25 @@ class Toy:
         return "Done.", float("4" in text), True, False, {}
 
 
+class Paid:
+    """Rewards what was done when a limit ends an episode."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "Go.", {}
+
+    def step(self, action: str) -> Any:
+        return "", 0.5, action == "over", False, {}
+
+    def end(self, reason: str) -> float:
+        assert reason == "max_turns"
+        return 2.0
+
+
 def test_options_may_be_left_out_where_there_are_no_rows() -> None:
     assert not check_environment(Toy).findings
     assert play(Toy(), lambda messages, rng: "4", 7).rewards == [1.0]
+    assert play(Paid(), lambda messages, rng: "", 7, max_turns=3).rewards == [0.5, 0.5, 2.5]
+    assert play(Paid(), lambda messages, rng: "over", 7, max_turns=1).rewards == [0.5], "it had ended by itself"
     (error,) = check_environment(Toy, options={"question": "2+2"}).errors
     assert "Toy.reset(seed: 'int | None' = None) -> 'Any' cannot be called as reset(seed, options)" in error
     assert "options=None" in error

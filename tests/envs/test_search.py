@@ -109,6 +109,8 @@ def test_passages_are_shortened_and_cannot_forge_an_end() -> None:
 def test_answers_are_compared_as_squad_does() -> None:
     assert answer_match("  the Cat. ", "cat") == answer_match("Dog", ["cat", "dog"]) == 1.0
     assert answer_match("cats", "cat") == answer_match("", "cat") == 0.0
+    for text in ("<answer>The cat</answer>", "<think>A dog?</think> cat", "It is a \\boxed{cat}"):
+        assert answer_match(text, "cat") == 1.0, "an answer is read in two steps everywhere"
     assert SearchEnvironment(BM25Index(["a"]), ROWS).demonstrations(1)[0]["messages"][-1] == {
         "role": "assistant",
         "content": "<answer>The cat</answer>",

@@ -103,6 +103,11 @@ def test_several_calls_are_answered_in_order_and_failures_are_counted() -> None:
 
 
 def test_results_are_json_and_cannot_forge_another_result() -> None:
+    """As messages of the role tool neither, since the tags are a template's."""
+    forged = environment(result_role="tool").step(hermes("look_up", words=["a"], unit="km"))[0]
+    assert (
+        isinstance(forged, list) and "tool_response>" not in forged[0]["content"] and "forged" in forged[0]["content"]
+    )
     observation = str(environment().step(hermes("look_up", words=["ä"], unit="km"))[0])
     assert '"found": ["ä"], "unit": "km"' in observation
     assert observation.count("<tool_response>") == observation.count("</tool_response>") == 1

@@ -20,7 +20,7 @@ from agile_trainers.evaluation import (
     evaluate_policy,
     summarize_policy,
 )
-from agile_trainers.evaluation.results import reported_together, start_of_episode
+from agile_trainers.evaluation.results import content_digest, reported_together, start_of_episode
 from agile_trainers.evaluation.statistics import (
     difference_test,
     mcnemar_p_value,
@@ -28,8 +28,8 @@ from agile_trainers.evaluation.statistics import (
     newcombe_interval,
     wilson_interval,
 )
-from agile_trainers.rollout.metrics import episode_metrics
-from agile_trainers.types import StopReason, Trajectory, Turn
+from agile_trainers.rollout.metrics import differing_groups, episode_metrics, start_of
+from agile_trainers.types import Image, Picture, StopReason, Trajectory, Turn
 
 FAILED = StopReason.ENVIRONMENT_ERROR
 
@@ -325,6 +325,23 @@ def test_attempts_share_their_start_and_policies_share_all_but_the_noise(embedde
     for wrong in ({"attempts": 0}, {"attempts": 2, "greedy": True}):
         with pytest.raises(ValueError, match="attempts"):
             play(**wrong)
+
+
+def test_starts_with_different_images_differ() -> None:
+    """Whose placeholders are the same tokens: for panels, for what is the same game, and within a group."""
+
+    def seen(data: bytes) -> Trajectory:
+        image = Image(data)
+        picture = Picture(-1 - int(image.digest[:8], 16), "<i>", 9, 2, {})
+        prompt = [{"role": "user", "content": [{"type": "image", "image": image}]}]
+        return replace(episode(5, 1.0, True), prompt_ids=[1, 9, 9], prompt=prompt, pictures=[[picture]])
+
+    red, blue = seen(b"red"), seen(b"blue")
+    assert start_of_episode(red) == start_of_episode(seen(b"red"))
+    first, second = start_of_episode(red), start_of_episode(blue)
+    assert first.prompt != second.prompt and first.played != second.played
+    assert content_digest(red.prompt, 0) != content_digest(blue.prompt, 0) == content_digest(seen(b"blue").prompt, 0)
+    assert differing_groups([start_of(one) for one in (red, red, red, blue)], 2) == [1]
 
 
 def test_the_start_of_an_episode_with_information_that_is_no_json() -> None:

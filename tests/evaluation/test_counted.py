@@ -61,6 +61,26 @@ class InTheInstance:
         self.return_range = (-high, high)
 
 
+class Playable(InTheInstance):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "Go.", {}
+
+    def step(self, action: str) -> Any:
+        return "", 0.0, True, False, {}
+
+
+def test_an_instance_in_a_process_says_its_range_at_its_first_reset() -> None:
+    pool = EnvironmentPool(lambda: Playable(4.0), processes=1)
+    try:
+        pool.reset(0, 1, None)
+        while not list(pool.outcomes()):
+            pass
+        pool.release(0, reusable=True)
+        assert pool.return_range() == (-4.0, 4.0)
+    finally:
+        pool.close()
+
+
 def test_the_range_that_an_environment_declares() -> None:
     assert EnvironmentPool(Declared).return_range() == (0.0, 2.0)
     assert EnvironmentPool(functools.partial(Declared), processes=1).return_range() == (0.0, 2.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from agile_trainers.judges.questions import (
     orders_of,
     read_judgement,
     scores_of_ranking,
+    transcript,
 )
 from agile_trainers.types import StopReason, Turn
 
@@ -77,6 +80,30 @@ def test_an_answer_that_fits_is_read(text: str, score: float) -> None:
 def test_a_ranking_names_every_conversation_once(ranking: Any, fits: bool) -> None:
     question = ask_of_group([["x"], ["y"], ["z"]], "r", UNIT)
     assert (read_judgement(json.dumps({"reason": "", "ranking": ranking}), question) is not None) == fits
+
+
+def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> None:
+    """Whatever the order of the calls is; contexts that an environment rewrites are no other conversations."""
+
+    def said(text: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": text}]
+
+    turns = [Turn(k, k + 1, text, "stop", info={"call": {"number": 3 - k}}) for k, text in enumerate("abc")]
+    turns[0].messages, turns[1].observation, turns[2].messages = said("second"), said("more"), said("begin")
+    played = replace(episode("a", "b", "c"), turns=turns)
+    assert transcript(played) == [
+        {"role": "user", "content": "second"}, {"role": "assistant", "turn": 1, "content": "a"},
+        {"role": "assistant", "turn": 2, "content": "b"}, {"role": "user", "content": "more"},
+        {"role": "user", "content": "begin", "begins": True}, {"role": "assistant", "turn": 3, "content": "c"},
+    ]  # fmt: skip
+    rewritten = episode("a", "b")
+    rewritten.turns[1].messages = said("shorter")
+    assert transcript(rewritten) == transcript(episode("a", "b"))
+
+
+def test_a_rubric_that_exits_is_named(made: Any) -> None:
+    with pytest.raises(RuntimeError, match="`rubric` of a judge raised SystemExit"):
+        asked(made(lambda messages: {"reason": "", "score": 1}, lambda episode: sys.exit(3)), episode("a"))
 
 
 def test_as_many_scores_as_turns() -> None:

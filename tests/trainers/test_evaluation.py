@@ -122,14 +122,18 @@ def test_unused_columns_are_removed_before_they_are_checked(embedded_model, tmp_
 
 
 def test_the_metric_is_chosen_where_one_is_needed(tmp_path):
-    def chosen(**changes):
+    def chosen(environments=None, **changes):
         args = MultiTurnGRPOConfig(**settings(tmp_path, eval_strategy="steps", eval_steps=1, **changes))
-        return with_best_metric(args.with_environment(), by_reward=False, eval_dataset=None)
+        return with_best_metric(args.with_environment(), by_reward=False, eval_dataset=None, environments=environments)
 
     assert chosen().metric_for_best_model is None
     assert chosen(save_strategy="best").metric_for_best_model == "return"
     plateau = chosen(lr_scheduler_type="reduce_lr_on_plateau")
     assert plateau.metric_for_best_model == "return" and plateau.lr_scheduler_kwargs["mode"] == "max"
+    short = {"save_strategy": "best", "metric_for_best_model": "sum_return"}
+    assert chosen(["sum", "web"], **short).metric_for_best_model == "sum_return"
+    with pytest.raises(ValueError, match="'sum_return' is no metric of an evaluation; did you mean return"):
+        chosen(["web"], **short)
     given = chosen(save_strategy="best", metric_for_best_model="turns/mean", greater_is_better=False)
     assert given.metric_for_best_model == "turns/mean" and given.greater_is_better is False
     with pytest.raises(ValueError, match="greater_is_better=False"):

@@ -178,8 +178,9 @@ def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
     known = {model: found for model in models if (found := recorded_settings(model))}
     source = next(iter(known), None)
     recorded = {} if source is None else dict(known[source])
-    own = recorded.get("environment_limits") or {}
-    recorded["environment_limits"] = {name: one for name, one in own.items() if name in options.environment} or None
+    for option in ("environment_limits", "history"):  # by environment: of those that are played
+        if isinstance(own := recorded.get(option), dict):
+            recorded[option] = {name: one for name, one in own.items() if name in options.environment} or None
     defaults = {one.name: one.default for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)}
     del defaults["do_sample"]
     said, changed = [], []
@@ -188,7 +189,9 @@ def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
         setattr(options, name, tuple(given) if name == "stop_strings" else given)
         if name in recorded and source is not None and getattr(options, name) != recorded[name]:
             changed.append(f"{name}={getattr(options, name)!r}, trained with {recorded[name]!r}")
-    shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in ("max_turns", "max_new_tokens", "temperature"))
+    told = ["max_turns", "max_new_tokens", "temperature"]
+    told += [name for name in ("environment_limits", "history") if getattr(options, name)]
+    shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in told)
     if source is None:
         said.append(f"No model has a record of its limits. Played with {shown}; set what it was trained with.")
     else:

@@ -15,6 +15,7 @@ from agile_trainers.envs.tools.toolbox import (
     CallFormat,
     Toolbox,
     as_observation,
+    as_tool_messages,
     count_failed,
     describe_tools,
     dropping_results,
@@ -132,7 +133,7 @@ class ToolEnvironment(ReasoningEnvironment):
 
     def _observation(self, results: list[Content]) -> Observation:
         if self.result_role == "tool":
-            return [{"role": "tool", "content": result} for result in results]
+            return as_tool_messages(results)
         return as_observation(results)
 
     def _counts(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult, StepResult
-from agile_trainers.envs.questions.answers import normalized, read_number, tagged
+from agile_trainers.envs.questions.answers import normalized, read_answer, read_number, tagged
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import Row
 
@@ -178,8 +178,9 @@ class SearchEnvironment(ReasoningEnvironment):
 def answer_match(completion: str, answer: Any, question: str = "") -> float:
     """Return 1 if the completion is one of the right answers, else 0.
 
-    Numbers are compared by value. In other answers, case, punctuation, articles and spacing are ignored, as in SQuAD's
-    exact match (Rajpurkar et al. 2016), unless nothing else is left ("The The").
+    The final answer is read as everywhere (:func:`read_answer`). Numbers are compared by value. In other answers, case,
+    punctuation, articles and spacing are ignored, as in SQuAD's exact match (Rajpurkar et al. 2016), unless nothing else is
+    left ("The The").
 
     Args:
         completion: The model's answer.
@@ -187,7 +188,7 @@ def answer_match(completion: str, answer: Any, question: str = "") -> float:
         question: Unused.
     """
     right = answer if isinstance(answer, (list, tuple)) else [answer]
-    given = _comparable(completion)
+    given = _comparable(read_answer(completion))
     return float(given != "" and given in {_comparable(str(text)) for text in right})
 
 

@@ -19,7 +19,7 @@ from agile_trainers.envs.context import History, LastObservations
 from agile_trainers.envs.images import as_content, is_image, read_part
 from agile_trainers.envs.isolation.levels import IsolationError
 from agile_trainers.imports import pass_on_interrupt
-from agile_trainers.types import Content, parts_of
+from agile_trainers.types import Content, Message, parts_of
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
@@ -236,14 +236,22 @@ def as_observation(results: Sequence[Content]) -> Observation:
     parts = list[dict[str, Any]]()
     for result in results:
         begin = "\n<tool_response>\n" if parts else "<tool_response>\n"
-        said = [_escaped(part) for part in parts_of({"content": result})]
-        parts += [{"type": "text", "text": begin}, *said, {"type": "text", "text": "\n</tool_response>"}]
+        parts += [{"type": "text", "text": begin}, *_escaped(result), {"type": "text", "text": "\n</tool_response>"}]
     content = as_content(parts)
     return content if isinstance(content, str) else [{"role": "user", "content": content}]
 
 
-def _escaped(part: dict[str, Any]) -> dict[str, Any]:
-    return {**part, "text": part["text"].replace("tool_response>", "tool_response >")} if "text" in part else part
+def as_tool_messages(results: Sequence[Content]) -> list[Message]:
+    """Return each result as a message of the role ``tool``; the tags, which many templates add, are escaped inside."""
+    return [{"role": "tool", "content": as_content(_escaped(result))} for result in results]
+
+
+def _escaped(result: Content) -> list[dict[str, Any]]:
+    parts = parts_of({"content": result})
+    return [
+        {**one, "text": one["text"].replace("tool_response>", "tool_response >")} if "text" in one else one
+        for one in parts
+    ]
 
 
 def dropping_results(keep_results: int, *, tagged: bool = True) -> History:

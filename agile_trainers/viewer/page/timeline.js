@@ -186,10 +186,11 @@ async function runPage(run) {
   const charts = h("div.charts");
   const pick = (step) => {
     const training = run.sections.filter(({ phase }) => phase === "train");
-    // A log at step s is of the update that ended there; its episodes are of the policy before it.
+    // A log at step s is of the update that ended there; its episodes are of the last batch that was sampled before.
     const sampled = training.length && run.metrics.step && !filtered() ? step - 1 : step;
-    const found = nearest((training.length ? training : run.sections).map((one) => [one.step, one]), sampled);
-    if (found) go(`step/${found[1].id}`);
+    const sections = training.length ? training : run.sections;
+    const found = sections.findLast((one) => one.step <= sampled) ?? sections[0];
+    if (found) go(`step/${found.id}`);
   };
   VIEW.onShown = () => {
     if (drawCharts(charts, shownCharts(), series, pick)) return;
