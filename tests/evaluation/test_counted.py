@@ -73,7 +73,7 @@ def test_an_instance_in_a_process_says_its_range_at_its_first_reset() -> None:
     pool = EnvironmentPool(lambda: Playable(4.0), processes=1)
     try:
         pool.reset(0, 1, None)
-        while not list(pool.outcomes()):
+        while not pool.outcomes(block=True):
             pass
         pool.release(0, reusable=True)
         assert pool.return_range() == (-4.0, 4.0)
