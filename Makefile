@@ -114,7 +114,7 @@ faults: $(VENV)/.installed-dev  ## kill runs at random moments, on full disks to
 	$(RUN) tests/faults/run_faults.py
 	$(RUN) tests/faults/run_growth.py
 
-architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of almost 90 architectures; writes docs/architectures.md
+architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of more than 90 architectures; writes docs/architectures.md
 	$(RUN) benchmarks/architectures.py
 
 templates: $(VENV)/.installed  ## every chat template of TRL: accepted, with what option; writes docs/chat_templates.md

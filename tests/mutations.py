@@ -1874,6 +1874,62 @@ MUTATIONS = [
         "pool.return_range(name)  #", "pass  #", "tests/trainers/test_bad_input.py -k shows_at",
     ),
     Mutation(
+        "eval knows limits by the names of a run", "evaluation/policy.py",
+        "ids.get(name, name)", "name", "tests/test_cli_eval.py -k those_of_training",
+    ),
+    Mutation(
+        "eval plays without the histories of several environments", "cli/eval/command.py",
+        'for option in ("environment_limits", "history"):  #', 'for option in ("environment_limits",):  #',
+        "tests/test_cli_eval.py -k those_of_training",
+    ),
+    Mutation(
+        "a judge reads calls on the side as one conversation", "judges/questions.py",
+        'anew = turn.messages if "call" in turn.info else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
+    ),
+    Mutation(
+        "a judge reads a rewritten context as another conversation", "judges/questions.py",
+        'anew = turn.messages if "call" in turn.info else None', "anew = turn.messages",
+        "tests/judges/test_judges.py -k own_prompt",
+    ),
+    Mutation(
+        "a rubric that exits ends the program", "judges/judge.py",
+        'with exits_reported("The function `rubric` of a judge"):', "if True:", "tests/judges/test_judges.py -k exits",
+    ),
+    Mutation(
+        "a result of the role tool closes its tag", "envs/tools/toolbox.py",
+        "as_content(_escaped(result))} for", "result} for", "tests/envs/test_tools.py -k forge",
+    ),
+    Mutation(
+        "answers of searches are not read from their marks", "envs/tools/search.py",
+        "_comparable(read_answer(completion))", "_comparable(completion)", "tests/envs/test_search.py -k squad",
+    ),
+    Mutation(
+        "an instance in a process has no range", "rollout/process_environment.py",
+        "        if not self._known:\n", "        if False:\n", "tests/evaluation/test_counted.py -k in_a_process",
+    ),
+    Mutation(
+        "all images are one in the start of an episode", "types.py",
+        'return f"image:{self.digest}"', 'return "image"', "tests/evaluation/test_comparison.py -k images",
+    ),
+    Mutation(
+        "starts with other images are the same game", "evaluation/results.py",
+        "prompt=content_digest(keyed(trajectory.prompt_ids, pictures[0]), seed)",
+        "prompt=content_digest(trajectory.prompt_ids, seed)", "tests/evaluation/test_comparison.py -k images",
+    ),
+    Mutation(
+        "episodes with other images are played alike", "evaluation/results.py",
+        "*(trajectory.paths or ()), *shown]", "*(trajectory.paths or ())]", "tests/evaluation/test_comparison.py -k images",
+    ),
+    Mutation(
+        "a metric of an environment with a short name is taken for a typo", "trainers/evaluation.py",
+        'parts = ["", *(f"{name}_" for name in environments)]', 'parts = [""]',
+        "tests/trainers/test_evaluation.py -k metric_is_chosen",
+    ),
+    Mutation(
+        "a scripted policy's limit ends unrewarded", "envs/scripted_policies.py",
+        "if not over and len(episode.rewards) == max_turns:", "if False:", "tests/envs/test_env_checker.py",
+    ),
+    Mutation(
         "a data set without rows is taken to evaluate on", "trainers/evaluation.py",
         "and not len(dataset):", "and False:", "tests/trainers/test_bad_input.py -k shows_at",
     ),

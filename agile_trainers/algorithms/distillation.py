@@ -29,9 +29,18 @@ class MultiTurnDistillationConfig(MultiTurnConfig):
             "with teacher_hint.",
         ),
         Rule(
-            ("gamma", "whiten_advantages", "advantage_clip_range", "scale_rewards"),
+            (
+                "gamma",
+                "whiten_advantages",
+                "advantage_clip_range",
+                "scale_rewards",
+                "importance_sampling_level",
+                "turn_ratio_pooling",
+                "delta",
+                "off_policy_mask_threshold",
+            ),
             lambda args, value: False,
-            "{name}={value!r} has no effect: distillation does not train on rewards. Leave {name} unset, or pass teacher to "
+            "{name}={value!r} has no effect: distillation trains on no advantage. Leave {name} unset, or pass teacher to "
             "another algorithm.",
             when_set=True,
         ),

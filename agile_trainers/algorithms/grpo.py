@@ -70,6 +70,8 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             "advantage_baseline",
             ("shrunk",),
             "task_sampling",
+            "resample_zero_advantage_groups",
+            "replay_successes",
             why="with which groups of equal rewards have an advantage too",
         ),
     )

@@ -215,7 +215,8 @@ class MultiTurnConfig(GRPOConfig):
         "auto",
         "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay; "
         "TRL's metrics (entropy, clip ratios) are over the remaining episodes. `auto` does so unless something trains "
-        "them: `beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's auxiliary loss, a critic.",
+        "them: `beta` with `kl_placement=loss`, a teacher, an entropy bonus or quantile, a router's auxiliary loss, a "
+        "critic.",
     )
     max_tokens_per_micro_batch: int | None = option(
         None,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -460,12 +461,15 @@ _WHOLE_MICRO_BATCH = (
 )
 
 
-def check_own_loss(args: Any, needs: str) -> None:
+def for_own_loss(args: Any, needs: str) -> Any:
     """Check the options of a run whose algorithm brings its loss.
 
     Args:
         args: A ``MultiTurnConfig``, as the user gave it.
         needs: The algorithm's ``loss_needs``.
+
+    Returns:
+        A copy, in which the unit of a ratio that nobody computes changes no advantage.
 
     Raises:
         ValueError: For an option of TRL's loss, one that does not fit, or an unknown ``needs``.
@@ -476,6 +480,10 @@ def check_own_loss(args: Any, needs: str) -> None:
     declared = {name for cls in ours if not issubclass(GRPOConfig, cls) for name in inspect.get_annotations(cls)}
     unread = [replace(rule, options=tuple(name for name in rule.options if name not in declared)) for rule in OWN_LOSS]
     check_rules(args, unread + list(_WHOLE_MICRO_BATCH if needs == "micro_batch" else ()))
+    if "importance_sampling_level" not in declared:
+        args = copy.copy(args)
+        args.importance_sampling_level = "token"
+    return args
 
 
 def check_weighs_decisions(args: Any, trainer: type[Any]) -> None:
@@ -553,8 +561,8 @@ SWITCHED_ON = (
 """Rules for options of TRL that another one switches on."""
 
 _REFERENCE = (
-    acts_with("beta", _uses_reference, "kl_placement", "keep_reference", needed="a reference"),
-    acts_with("beta", _has_reference, "reference_adapter", "sync_ref_model", needed="a reference"),
+    acts_with("beta", _uses_reference, "kl_placement", needed="a reference"),
+    acts_with("beta", _has_reference, "keep_reference", "reference_adapter", "sync_ref_model", needed="a reference"),
 )
 
 ITSELF = "policy"

@@ -187,9 +187,9 @@ class GroupRollouts:
             played = self._rewarded(trajectories, first.rows)
             played.metrics |= busy
             played.version = None if version == generation else version
-            return played
-        first = self._draws.batch(inputs, generation)
-        played = self._rewarded(self._runner.play(first.specs), first.rows)
+        else:
+            first = self._draws.batch(inputs, generation)
+            played = self._rewarded(self._runner.play(first.specs), first.rows)
         if not (self._limit or self.tasks.adaptive or self._args.task_column):
             return played  # nothing depends on which groups have an advantage
         played.judged = self._credit.judge(played.batch)
@@ -201,7 +201,10 @@ class GroupRollouts:
 
     def _replay(self, played: PlayedGroups, successes: Successes) -> None:
         """Let successes take their places, in place."""
-        taken, metrics = successes.exchange(played.trajectories, played.rewards, self._rewards.totals(played.rewards))
+        if played.judged is None:
+            played.judged = self._credit.judge(played.batch)
+        totals, zero = self._rewards.totals(played.rewards), played.judged.zero.tolist()
+        taken, metrics = successes.exchange(played.trajectories, played.rewards, totals, zero)
         played.metrics |= metrics
         if not taken.rewards:
             return

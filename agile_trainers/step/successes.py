@@ -18,8 +18,6 @@ from agile_trainers.records.plain import Plain
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import StopReason, Trajectory, Turn
 
-ALIKE = 1e-6
-"""Difference of rewards below which a group has no spread."""
 _NUMBERS = ("prompt_ids", "completion_ids", "sampling_logprobs", "paths")
 """Fields of an episode that are JSON as they are; to walk through them takes as long as the rest."""
 
@@ -59,10 +57,10 @@ class Taken:
 class Successes:
     """The latest success from each start: an environment and a row of the data set.
 
-    Where all members of a group fail alike, so that nothing would be learned from them, the success that is kept from their
-    start takes the place of the last one. It is trained on as a demonstration with known log-probabilities
-    (:mod:`agile_trainers.objectives.demonstrations`). Where the environment does not report success, the best return counts
-    as one.
+    Where all members of a group fail and no turn of any has an advantage, so that nothing would be learned from them, the
+    success that is kept from their start takes the place of the last one. It is trained on as a demonstration with known
+    log-probabilities (:mod:`agile_trainers.objectives.demonstrations`). Where the environment does not report success, the
+    best return counts as one.
 
     Args:
         count: Number of starts. Beyond it, the one that succeeded least recently leaves.
@@ -76,7 +74,7 @@ class Successes:
         """By start, the latest last."""
 
     def exchange(
-        self, trajectories: Sequence[Trajectory], rewards: torch.Tensor, totals: torch.Tensor
+        self, trajectories: Sequence[Trajectory], rewards: torch.Tensor, totals: torch.Tensor, zero: Sequence[bool]
     ) -> tuple[Taken, dict[str, float]]:
         """Find what takes places in a generation batch, and keep the batch's own successes for later ones.
 
@@ -84,6 +82,7 @@ class Successes:
             trajectories: The episodes of this process.
             rewards: (B, F), of all processes.
             totals: (B,), the reward of each episode; NaN where nothing rewards it.
+            zero: Whether each group, of all processes, is a zero-advantage group.
 
         Returns:
             The places, and the metrics ``replay/groups``, the share of groups that get a success, and ``replay/kept``.
@@ -91,7 +90,7 @@ class Successes:
         own = own_rows(self._accelerator, len(trajectories))
         here, numbers = range(own.start, own.stop), totals[own].tolist()
         told = gather_object([_told(one, total) for one, total in zip(trajectories, numbers, strict=True)])
-        taking, best = self._compare([Told(*one) for one in told])
+        taking, best = self._compare([Told(*one) for one in told], zero)
         taken = Taken(
             {
                 place - own.start: kept_episode(self._kept[start].episode)
@@ -116,7 +115,7 @@ class Successes:
         groups = len(told) // self._members
         return taken, {"replay/groups": len(taking) / groups, "replay/kept": float(len(self._kept))}
 
-    def _compare(self, told: Sequence[Told]) -> tuple[dict[int, str], list[int]]:
+    def _compare(self, told: Sequence[Told], zero: Sequence[bool]) -> tuple[dict[int, str], list[int]]:
         """Return the start whose success takes each place, and the places of episodes to keep, one of a group at most."""
         taking, best = dict[int, str](), list[int]()
         for first in range(0, len(told), self._members):
@@ -126,8 +125,7 @@ class Successes:
             chosen = max(places, key=lambda place: told[place][1:], default=None)
             worth = -inf if chosen is None else told[chosen].worth
             if start in self._kept and self._kept[start].worth > worth:
-                rewards = [told[place].reward for place in places]
-                if max(rewards, default=0.0) - min(rewards, default=0.0) < ALIKE:
+                if zero[first // self._members]:
                     taking[first + len(group) - 1] = start
             elif chosen is not None and worth > -inf:
                 best.append(chosen)

@@ -104,10 +104,8 @@ def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | Non
             "shuffle_dataset=False has no effect with task_sampling='adaptive', which draws the rows. Leave it unset."
         )
     column = args.task_column
-    if column is not None and column not in (dataset.column_names or ()):
-        raise ValueError(
-            f"task_column={column!r} is no column of train_dataset; it has {', '.join(dataset.column_names or ())}."
-        )
+    if column is not None and column not in (names := dataset.column_names or list(next(iter(dataset), {}))):
+        raise ValueError(f"task_column={column!r} is no column of train_dataset; it has {', '.join(names)}.")
     if not used:
         return None
     number = len(dataset)

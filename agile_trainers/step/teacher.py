@@ -39,6 +39,8 @@ SERVED, KEPT = "teacher_served", "teacher_log_probs"
 """Columns (B, T): log-probs that servers gave, NaN elsewhere; and those that frozen teachers gave in a first update."""
 NO_HINT = -1
 """Padding of ``TrainBatch.hint_ids``."""
+PPO_EPSILON = 0.2
+"""Clipping range of the ratio of a token (Schulman et al., 2017)."""
 
 
 def hint_of(trajectory: Trajectory, name: str) -> str | None:
@@ -132,8 +134,8 @@ class Teacher:
             hints = [hint_of(trajectory, self._args.teacher_hint) for trajectory in trajectories]
             if not self._looked and not any(hint is not None for hint in hints):
                 logger.warning(
-                    "teacher_hint=%r: no episode of the first batch has such an entry in its info, and the teacher diverges "
-                    "from nothing without one. Check the name.",
+                    "teacher_hint=%r: no episode of the first batch has such an entry in its info, and without one the "
+                    "teacher reads what the policy reads. Check the name.",
                     self._args.teacher_hint,
                 )
             self._looked = True
@@ -266,8 +268,7 @@ class Teacher:
             credit = teacher_credit(old, teacher, mask, weights, args.teacher_gradient)
             if batch.importance_sampling_ratio is not None:
                 credit = credit * batch.importance_sampling_ratio
-            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            values = -clipped_objective(policy - old, credit, args.epsilon, high)
+            values = -clipped_objective(policy - old, credit, *_bounds(args))
             measured = policy.detach() - teacher
         else:
             assert handed.divergence is not None
@@ -277,6 +278,13 @@ class Teacher:
         processes = self._accelerator.num_processes
         by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)
         return loss + coefficient * total / by, metrics
+
+
+def _bounds(args: Any) -> tuple[float, float]:
+    """Return how far the ratio of a token may move; an algorithm that clips none, but sequences or weights, leaves PPO's."""
+    if args.importance_sampling_level == "sequence" or args.loss_type == "cispo":
+        return PPO_EPSILON, PPO_EPSILON
+    return args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
 
 
 def _rows_of(batch: TrainBatch, teacher: int) -> torch.Tensor:

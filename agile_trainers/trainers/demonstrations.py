@@ -199,7 +199,7 @@ def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, D
 def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, Demonstration]]:
     """Read the rollout log of a run or an evaluation: its episodes that succeeded.
 
-    Of an environment that does not report success, those count that have the highest return. The probabilities of answers
+    Of an environment that does not report success, those count that have its highest return. The probabilities of answers
     are known where the run renders the prompt to the recorded ids.
 
     Args:
@@ -207,10 +207,12 @@ def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start,
         encode: Tokenizes an answer.
     """
     episodes = [one for one in read_records(path) if one["error"] is None and one["turns"]]
-    best = max((one["return"] for one in episodes), default=0.0)
+    best: dict[str | None, float] = {}
+    for one in episodes:
+        best[one["environment"]] = max(one["return"], best.get(one["environment"], one["return"]))
     found = []
     for one in episodes:
-        if one["return"] < best if one["success"] is None else not one["success"]:
+        if one["return"] < best[one["environment"]] if one["success"] is None else not one["success"]:
             continue
         answers = []
         for turn in one["turns"]:

@@ -34,9 +34,9 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import (
     MACHINE,
     check_order_of_turns,
-    check_own_loss,
     check_rules,
     check_weighs_decisions,
+    for_own_loss,
     skips_zero_advantage,
 )
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult
@@ -180,9 +180,9 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     train_dataset, eval_dataset, reward_funcs = given["train_dataset"], given["eval_dataset"], given["reward_funcs"]
     check_trainer_arguments(kind, model, given["args"], given)
     check_weighs_decisions(given["args"], kind)
-    if kind.loss is not None:
-        check_own_loss(given["args"], kind.loss_needs)
     args: MultiTurnConfig = given["args"]
+    if kind.loss is not None:
+        args = for_own_loss(args, kind.loss_needs)
     environments = names_of(environment)
     args = args.with_environment(environments)
     check_machine(args)

@@ -136,6 +136,7 @@ class MultiTurnTrainer(_Trainer):
     _adapter: str | None = POLICY
     """The adapter that runs, see :meth:`use_adapter`."""
     _closed = False
+    _update_seconds = 0.0  # of the optimizer step that is under way
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -418,7 +419,10 @@ class MultiTurnTrainer(_Trainer):
             self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
         with self.offloading:
             loss = super().training_step(*args, **kwargs)
-        self._add_metrics({"time/update": time.perf_counter() - started - self.runner.seconds})
+        self._update_seconds += time.perf_counter() - started - self.runner.seconds
+        if self.accelerator.sync_gradients:
+            self._add_metrics({"time/update": self._update_seconds})
+            self._update_seconds = 0.0
         if self._step % self.micro_steps_per_generation == 0:
             self.rollout_log.finish()
         return loss

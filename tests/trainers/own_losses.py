@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from agile_trainers import LossInputs, LossOutput, MultiTurnGRPOConfig, MultiTurnGRPOTrainer, option
+from agile_trainers import (
+    LossInputs,
+    LossOutput,
+    MultiTurnGRPOConfig,
+    MultiTurnGRPOTrainer,
+    MultiTurnGSPOTrainer,
+    MultiTurnREINFORCETrainer,
+    option,
+)
 
 TRLS = {"tokens": "dapo", "episodes": "grpo", "constant": "dr_grpo"}
 """Denominator to TRL's ``loss_type``."""
@@ -68,3 +76,16 @@ class OwnEpsilonConfig(MultiTurnGRPOConfig):
 
 class OwnEpsilon(Tokens):
     config_class = OwnEpsilonConfig
+
+
+class Returns(MultiTurnREINFORCETrainer):
+    """REINFORCE without ratios."""
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput(-inputs.log_probs * inputs.advantages, "tokens")
+
+
+class Sequences(MultiTurnGSPOTrainer):
+    """GSPO's credit without its ratios."""
+
+    loss = Returns.loss

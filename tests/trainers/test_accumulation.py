@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset, IterableDataset
 from games import make_trainer
@@ -135,3 +139,15 @@ def test_rows_of_a_window_that_are_alike_share_a_micro_batch(embedded_model, tmp
     steps.watch(trainer)
     lengths = [int(length) for batch in steps._open for length in lengths_of(batch)]
     assert len(lengths) == 8 and lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+def test_the_time_of_an_update_is_that_of_all_its_micro_batches(embedded_model, tmp_path, monkeypatch):
+    """By a clock that goes on by one each time that it is read: two readings in each micro-batch."""
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__, time=time.time)
+    monkeypatch.setattr("agile_trainers.trainers.trainer.time", clock)
+    trainer = make_trainer(
+        embedded_model, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=1
+    )
+    trainer.train()
+    (log,) = (log for log in trainer.state.log_history if "time/update" in log)
+    assert 4 - log["time/rollout"] - 0.01 < log["time/update"] <= 4

@@ -123,10 +123,19 @@ def test_rows_that_no_other_test_breaks(tmp_path: Path, config: type[MultiTurnCo
         config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options).with_environment()
 
 
+def test_a_saved_average_of_the_policy_is_kept_as_teacher(tmp_path) -> None:
+    given = {"reference_adapter": True, "keep_reference": True, "use_cpu": True, "bf16": False}
+    MultiTurnGRPOConfig(str(tmp_path), teacher="reference", **given).with_environment()
+    with pytest.raises(ValueError, match=r"keep_reference=True.*a reference"):
+        MultiTurnGRPOConfig(str(tmp_path), **given | {"reference_adapter": False}).with_environment()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"task_sampling": "adaptive"}, "groups of equal rewards have an advantage too"),
+        ({"resample_zero_advantage_groups": 2}, "groups of equal rewards have an advantage too"),
+        ({"replay_successes": 8}, "groups of equal rewards have an advantage too"),
         ({"batches_ahead": 1, "drift_correction": "decision_truncate"}, "advantage_baseline='shrunk'"),
     ],
 )

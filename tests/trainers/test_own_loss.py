@@ -423,6 +423,32 @@ def test_options_of_trls_loss_are_refused(embedded_model, tmp_path, option):
         make_trainer(embedded_model, tmp_path, algorithm=NAMES["tokens"], **option)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes"), [("Returns", {"num_generations": 1}), ("Sequences", {"advantage_granularity": "turn"})]
+)
+def test_the_loss_gets_the_advantages_of_the_credit_rule(embedded_model, tmp_path, algorithm, changes):
+    """Not divided by a turn's length for REINFORCE's ratios, nor averaged for GSPO's, which this loss does not compute."""
+    trainer = make_trainer(embedded_model, tmp_path, algorithm=f"own_losses:{algorithm}", **changes)
+    credits, passes = [], []
+    assign, loss = trainer.assign_credit, trainer.loss
+    trainer.rollouts._credit._rule = lambda turns: credits.append(assign(turns)) or credits[-1]
+    trainer.loss = lambda inputs: passes.append(inputs) or loss(inputs)
+    trainer.train()
+    credit, checked = credits[0].advantages, 0
+    of_turns = [  # of each row: its turns' advantages, as the loss has them
+        [
+            inputs.advantages[row][inputs.turn_ids[row] == k].unique().item()
+            for k in range(int(inputs.turn_ids[row].max()) + 1)
+        ]
+        for inputs in passes
+        for row in range(len(inputs.turn_ids))
+    ]
+    for values in of_turns:
+        near = (credit[:, : len(values)] - torch.tensor(values)).abs().amax(1)
+        checked += near.min() < 1e-6
+    assert checked == len(of_turns) > 2 and len({value for values in of_turns for value in values}) > 3
+
+
 def test_an_option_that_the_algorithm_declares_is_its_own(embedded_model, tmp_path):
     trainer = make_trainer(embedded_model, tmp_path, algorithm="own_losses:OwnEpsilon", epsilon=0.1)
     assert trainer.args.epsilon == 0.1

@@ -65,7 +65,8 @@ def episode(name: str, success: bool | None, start: int = 0, reward: float | Non
 def exchange(kept: Successes, *episodes: Trajectory) -> Taken:
     """A batch of these."""
     totals = torch.tensor([one.episode_return for one in episodes])
-    return kept.exchange(episodes, totals[:, None], totals)[0]
+    groups = totals.view(-1, kept._members)
+    return kept.exchange(episodes, totals[:, None], totals, (groups == groups[:, :1]).all(1).tolist())[0]
 
 
 def names(found: Taken) -> dict[int, str]:
@@ -86,6 +87,41 @@ def test_the_latest_success_takes_the_last_place_of_a_group_that_fails() -> None
     assert names(found) == {1: "b"} and found.rewards == {1: [1.0]} and found.episodes[1].demonstration
     assert not exchange(kept, episode("e", True), episode("f", False)).rewards  # which succeeds itself
     assert names(exchange(kept, episode("g", False), episode("h", False))) == {1: "e"}
+
+
+def test_a_group_whose_turns_have_an_advantage_keeps_its_places() -> None:
+    """Equal totals of different rewards: the rule that compares turns learns from each."""
+    kept = successes()
+    exchange(kept, episode("a", True), episode("b", False))
+    failed, totals = [episode("c", False), episode("d", False)], torch.zeros(2)
+    assert not kept.exchange(failed, totals[:, None], totals, [False])[0].rewards
+    assert kept.exchange(failed, totals[:, None], totals, [True])[0].rewards
+
+
+class PaysOnce:
+    """Two turns; a member is paid in the turn that its answers choose, so that totals are equal."""
+
+    def reset(self, seed=None, options=None):
+        self.first = None
+        return f"row {options['number']}", {}
+
+    def step(self, action):
+        if self.first is None:
+            self.first = float(sum(map(ord, action)) % 2)
+            return "again", self.first, False, False, {"success": False}
+        return "", 1.0 - self.first, True, False, {"success": False}
+
+
+def test_credit_says_which_groups_learn_nothing(embedded_model, tmp_path) -> None:
+    """Totals alone are no reason: at the granularity of turns these groups have advantages."""
+    rows = Dataset.from_list([{"number": 0}, {"number": 1}])
+    trainer = make_trainer(embedded_model, tmp_path, environment=PaysOnce, train_dataset=rows, replay_successes=8)
+    seen = []
+    exchanged = trainer.rollouts.successes.exchange
+    trainer.rollouts.successes.exchange = lambda *given: seen.append(given) or exchanged(*given)
+    trainer.train()
+    (_, _, totals, zero), *_ = seen
+    assert torch.equal(totals, torch.ones_like(totals)) and not all(zero)
 
 
 def test_a_success_is_of_its_start_alone() -> None:
@@ -116,10 +152,10 @@ def test_without_reports_of_success_the_best_return_counts() -> None:
 
 def test_what_nothing_rewards_is_neither_kept_nor_compared() -> None:
     kept, pair = successes(), [episode("a", True), episode("b", True)]
-    kept.exchange(pair, torch.tensor([[nan], [nan]]), torch.tensor([nan, nan]))
+    kept.exchange(pair, torch.tensor([[nan], [nan]]), torch.tensor([nan, nan]), [True])
     assert not kept.state()
     exchange(kept, episode("c", True), episode("d", False))
-    found, metrics = kept.exchange(pair, torch.tensor([[nan], [nan]]), torch.tensor([nan, nan]))
+    found, metrics = kept.exchange(pair, torch.tensor([[nan], [nan]]), torch.tensor([nan, nan]), [True])
     assert names(found) == {1: "c"} and metrics == {"replay/groups": 1.0, "replay/kept": 1.0}
 
 

@@ -311,6 +311,7 @@ def test_without_groups(tmp_path, config, option, value):
 
 
 STREAM = ROWS.to_iterable_dataset()
+UNNAMED = STREAM.map(lambda row: row)
 
 
 @pytest.mark.parametrize(
@@ -319,6 +320,7 @@ STREAM = ROWS.to_iterable_dataset()
         (None, None, {"task_sampling": "adaptive"}, "needs tasks"),
         (None, None, {"task_column": "level"}, "there is none"),
         (ROWS, None, {"task_column": "difficulty"}, "it has number, level"),
+        (UNNAMED, None, {"task_column": "difficulty"}, "it has number, level"),
         (STREAM, None, {"task_sampling": "adaptive"}, "task_sampling='adaptive' draws rows"),
         (STREAM, None, {"resample_zero_advantage_groups": 2}, "resample_zero_advantage_groups=2 draws rows"),
         (ROWS, None, {"task_sampling": "adaptive", "shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
@@ -327,6 +329,18 @@ STREAM = ROWS.to_iterable_dataset()
 def test_what_does_not_fit_the_rows(tmp_path, rows, mixture, changes, named):
     with pytest.raises(ValueError, match=named):
         task_pool(MultiTurnGRPOConfig(**settings(tmp_path, **changes)), rows, mixture)
+
+
+def test_a_stream_that_does_not_name_its_columns_has_them(tmp_path):
+    assert UNNAMED.column_names is None
+    assert task_pool(MultiTurnGRPOConfig(**settings(tmp_path, task_column="level")), UNNAMED, None) is None
+
+
+def test_the_shares_of_a_column_are_logged_with_batches_ahead(embedded_model, tmp_path):
+    options = {"train_dataset": ROWS, "task_column": "level", "max_steps": 3}
+    now, ahead = (run(embedded_model, tmp_path / str(n), batches_ahead=n, **options)[2] for n in (0, 1))
+    for logs in (now, ahead):
+        assert len(logs) == 3 and all(any(name.startswith("tasks/") for name in log) for log in logs)
 
 
 def test_by_hand_the_caller_chooses(embedded_model, tmp_path):

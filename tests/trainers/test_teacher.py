@@ -21,9 +21,14 @@ from agile_trainers.cli.check.memory_plan import teacher_bytes
 from agile_trainers.objectives.distillation import FORWARD, GRADIENTS, IMMEDIATE, RETURN_TO_GO, REVERSE, SAMPLED
 from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step import teacher as teacher_module
-from agile_trainers.step.teacher import WEIGHTS, hint_of
+from agile_trainers.step.teacher import WEIGHTS, _bounds, hint_of
 from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
-from agile_trainers.trainers import MultiTurnDistillationTrainer
+from agile_trainers.trainers import (
+    MultiTurnCISPOConfig,
+    MultiTurnDistillationTrainer,
+    MultiTurnGRPOConfig,
+    MultiTurnGSPOConfig,
+)
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 BY_SHAPE = [IMMEDIATE, RETURN_TO_GO, FORWARD]
@@ -634,12 +639,28 @@ def test_another_tokenizer_is_refused(embedded_model, tmp_path, teacher) -> None
         make_trainer(embedded_model, tmp_path / "run", teacher=str(tmp_path / "other"))
 
 
+def test_ratios_of_tokens_are_clipped_by_bounds_of_tokens(tmp_path) -> None:
+    """Those of GSPO are of sequences, a thousandth of them, and CISPO's is that of a weight."""
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    assert _bounds(MultiTurnGSPOConfig(**given)) == _bounds(MultiTurnCISPOConfig(**given)) == (0.2, 0.2)
+    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1, epsilon_high=0.3)) == (0.1, 0.3)
+    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1)) == (0.1, 0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, "Distillation needs a teacher"),
         ({"gamma": 0.5}, "Distillation needs a teacher"),
-        ({"teacher": "policy", "teacher_hint": "hint", "gamma": 0.5}, "gamma=0.5 has no effect: distillation does not"),
+        (
+            {"teacher": "policy", "teacher_hint": "hint", "gamma": 0.5},
+            "gamma=0.5 has no effect: distillation trains on no advantage",
+        ),
+        (
+            {"teacher": "policy", "teacher_hint": "hint", "importance_sampling_level": "turn"},
+            "_level='turn' has no effect",
+        ),
+        ({"teacher": "policy", "teacher_hint": "hint", "delta": 2.0}, "delta=2.0 has no effect"),
         ({"teacher": "policy", "teacher_hint": "hint", "num_generations": 4}, "num_generations=4 has no effect"),
     ],
 )
