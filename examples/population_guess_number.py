@@ -5,7 +5,7 @@
 The script makes the demo's tiny model, which knows the format of the game. Eight adapters on it draw their learning rates
 over a factor of 100. After each round a tournament of two fills each place of the next one, and the hyperparameters of
 copies are moved. Run again, it goes on where it was left. It prints a table after each round.
-`<output_dir>/population` holds the lineage and the members, `<output_dir>/winner` the best member's policy.
+`<output_dir>/population` holds the lineage and the members, `<output_dir>/winner` the best policy of all rounds.
 """
 
 from __future__ import annotations

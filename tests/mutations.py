@@ -810,8 +810,8 @@ MUTATIONS = [
         "[trajectory.environment_name, trajectory.options]", "[]", f"{REPLAYED} -k its_start",
     ),
     Mutation(
-        "a success in the place of an episode with an advantage", "step/successes.py", "< ALIKE:", "< inf:",
-        f"{REPLAYED} -k something_to_learn",
+        "a success in the place of an episode with an advantage", "step/successes.py",
+        "if zero[first // self._members]:", "if True:", f"{REPLAYED} -k keeps_its_places",
     ),
     Mutation(
         "the oldest success leaves, not the start that succeeded least recently", "step/successes.py",
@@ -1928,6 +1928,67 @@ MUTATIONS = [
     Mutation(
         "a scripted policy's limit ends unrewarded", "envs/scripted_policies.py",
         "if not over and len(episode.rewards) == max_turns:", "if False:", "tests/envs/test_env_checker.py",
+    ),
+    Mutation(
+        "the loss of one's own gets advantages of ratios", "config/rules.py",
+        'args.importance_sampling_level = "token"', "pass", "tests/trainers/test_own_loss.py -k credit_rule",
+    ),
+    Mutation(
+        "successes take places by totals", "step/play.py",
+        "played.judged.zero.tolist()\n        taken", "[True] * len(played.judged.zero)\n        taken",
+        "tests/trainers/test_successes.py -k which_groups",
+    ),
+    Mutation(
+        "tasks of batches ahead are not counted", "step/play.py",
+        "if not (self._limit or self.tasks.adaptive or self._args.task_column):",
+        "if self.ahead is not None or not (self._limit or self.tasks.adaptive or self._args.task_column):",
+        "tests/trainers/test_task_sampling.py -k with_batches_ahead",
+    ),
+    Mutation(
+        "the time of an update is that of a micro-batch", "trainers/trainer.py",
+        "        if self.accelerator.sync_gradients:\n            self._add_metrics({\"time/update\"",
+        "        if True:\n            self._add_metrics({\"time/update\"", "tests/trainers/test_accumulation.py -k all_its",
+    ),
+    Mutation(
+        "a teacher's ratios have the bounds of sequences", "step/teacher.py",
+        'if args.importance_sampling_level == "sequence" or args.loss_type == "cispo":', "if False:",
+        "tests/trainers/test_teacher.py -k bounds_of_tokens",
+    ),
+    Mutation(
+        "the best demonstration is that of one environment", "trainers/demonstrations.py",
+        'if one["return"] < best[one["environment"]] if', 'if one["return"] < max(best.values()) if',
+        "tests/trainers/test_demonstrations.py -k best_of_each",
+    ),
+    Mutation(
+        "a stream that names no columns has none", "step/task_sampling.py",
+        "dataset.column_names or list(next(iter(dataset), {}))", "dataset.column_names or []",
+        "tests/trainers/test_task_sampling.py -k a_stream_that",
+    ),
+    Mutation(
+        "the average that teaches is not kept", "config/rules.py",
+        'acts_with("beta", _has_reference, "keep_reference",', 'acts_with("beta", _uses_reference, "keep_reference"), acts_with("beta", _has_reference,',
+        "tests/trainers/test_config_rules.py -k saved_average",
+    ),
+    Mutation(
+        "a stage's own settings fail after the stages before", "cli/chain/stages.py",
+        "    _check_lora(stages,", "    (lambda *_: None)(stages,", "tests/test_cli_chain.py -k said_before",
+    ),
+    Mutation(
+        "a chain's evaluation forgets settings of the environment", "cli/chain/stages.py",
+        "taken = (*EPISODES, *_PLAYED, *_LOADED)", "taken = EPISODES", "tests/test_cli_chain.py -k last_multi_turn",
+    ),
+    Mutation(
+        "ends of ranges of whole numbers are fractions", "populations/population.py",
+        "int(value) if name in space.whole else value", "value", "tests/test_cli_evolve.py -k whole_numbers",
+    ),
+    Mutation(
+        "the winner's adapter is extended again", "populations/members.py",
+        'args.merge_lora_configs, arguments["peft_config"] = False, None', 'arguments["peft_config"] = None',
+        "tests/populations/test_population.py -k extends",
+    ),
+    Mutation(
+        "an exported policy names folders", "populations/population.py",
+        "    shorten_paths(folder)  #", "    pass  #", "tests/populations/test_population.py -k goes_on_alone",
     ),
     Mutation(
         "a data set without rows is taken to evaluate on", "trainers/evaluation.py",
@@ -3837,8 +3898,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a tool's image closes its tag", "envs/tools/toolbox.py",
-        "        said = [_escaped(part) for part in parts_of({\"content\": result})]\n",
-        "        said = parts_of({\"content\": result})\n",
+        "*_escaped(result), {", '*parts_of({"content": result}), {',
         f"{IMAGE_ENVIRONMENTS} -k tags",
     ),
     Mutation(

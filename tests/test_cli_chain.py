@@ -282,6 +282,7 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
                 "x" * 101,
             )
         ),
+        ("stages.2.lora", {"r": 8}, "'grpo'.*`merge_lora_configs: true`"),
         ("stages.3.lora.rank", 8, "'ppo-after'.*`lora`.*'rank'"),
         ("lora.target_module", ["q_proj"], "`lora`.*'target_module'.*target_modules"),
         ("lora.layers_to_transform", [0], "`lora`.*`layers_to_transform`"),
@@ -353,6 +354,10 @@ def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dic
     settings = parse_pipeline(pipeline).evaluation
     assert (settings.max_turns, settings.max_new_tokens, settings.temperature) == (3, 3, 0.7)
     assert settings.num_eval_episodes == 3 and settings.seed == 42
+    own = {"repetition_penalty": 1.5, "environment_timeout": 5, "model_init_kwargs": {"dtype": "float32"}}
+    pipeline["stages"][3] |= own
+    settings = parse_pipeline(pipeline).evaluation
+    assert {name: getattr(settings, name) for name in own} == own
     pipeline["evaluation"] |= {"max_turns": 5, "seed": 1}
     settings = parse_pipeline(pipeline).evaluation
     assert settings.max_turns == 5 and settings.seed == 1

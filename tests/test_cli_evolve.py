@@ -190,6 +190,17 @@ def test_a_file_says_everything_that_python_can(embedded_model: Path, tmp_path: 
     assert plan.lora is not None and plan.lora.r == 2
 
 
+def test_a_range_of_whole_numbers(embedded_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "population.yaml"
+    content = file_of(embedded_model, tmp_path / "out")
+    content["hyperparameters"] = {"num_iterations": {"low": 1, "high": 3}}
+    content["options"] = {**content["options"], "max_steps": 12}
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    found = read_population(path)
+    made = found.plan.make(found.model, found.environment, found.plan.lora, load=False)
+    assert made._space.whole == {"num_iterations"}
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [

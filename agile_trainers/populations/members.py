@@ -185,10 +185,13 @@ class Rounds:
 
     def make_trainer(self, args: Any, saved: SavedAdapters | None = None) -> MultiTurnTrainer:
         """Make the ordinary trainer of a member on the shared base, or that of a saved policy."""
-        arguments = dict(self._arguments) if saved is None else {**self._arguments, "peft_config": None}
+        args, arguments = copy.copy(args), dict(self._arguments)
+        args.model_init_kwargs = None  # the base is loaded
+        if saved is not None:
+            args.merge_lora_configs, arguments["peft_config"] = False, None
         for name in ("processing_class", "peft_config"):
             arguments[name] = copy.deepcopy(arguments.get(name))  # a trainer changes them
-        return self._trainer(model=self._base.lend(saved), args=copy.copy(args), **arguments)
+        return self._trainer(model=self._base.lend(saved), args=args, **arguments)
 
     def replay(self, folder: Path, args: Any, evaluation: Any) -> EpisodeResults:
         """Play held-out episodes, by which nobody was chosen, with a saved policy.

@@ -37,6 +37,7 @@ from agile_trainers.checkpoints.disclosure import (
     note_private,
     public_arguments,
     public_options,
+    shorten_paths,
     warn_of_unknown,
     withheld_values,
 )
@@ -47,6 +48,7 @@ from agile_trainers.config.rules import check_values
 from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
+    SearchSpace,
     Values,
     changes_between,
     search_space,
@@ -189,7 +191,7 @@ class Population:
         trainer = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
         _check(trainer, model, args, members, fitness, max_episodes, max_hours, eval_dataset, peft_config)
         self._space = search_space(type(args), hyperparameters)
-        _check_values(args, hyperparameters, names_of(environment))
+        _check_values(args, self._space, names_of(environment))
         self.output_dir = Path(args.output_dir)
         """The population's folder."""
         self._args, self._members, self._seed = args, members, seed
@@ -353,7 +355,6 @@ class Population:
         args.max_steps = self._schedule.steps(self._args.max_steps, args.num_iterations)
         args.output_dir = str(self.folder(member))
         args.run_name = f"{self._args.run_name or self.output_dir.name}-{self.folder(member).name}"
-        args.model_init_kwargs = None  # the base is loaded
         return args
 
     def _round(self, number: int) -> Path:
@@ -715,14 +716,20 @@ def _check(
             raise ValueError(f"{name}={getattr(args, name)!r}: in a population it {reason}.")
 
 
-def _check_values(args: MultiTurnConfig, hyperparameters: Mapping[str, Any], environments: list[str] | None) -> None:
+def _check_values(args: MultiTurnConfig, space: SearchSpace, environments: list[str] | None) -> None:
     """Check both ends of all ranges by the rules of the options.
 
     Raises:
-        ValueError: For the first option that breaks a rule.
+        ValueError: For the first option that breaks a rule, or whose change ends a member's batches ahead.
     """
+    if args.batches_ahead and "num_iterations" in space.ranges:
+        raise ValueError(
+            "num_iterations is among the hyperparameters, and a copy that gets another number cannot go on with the batches "
+            f"that are under way: leave it out, or batches_ahead={args.batches_ahead}."
+        )
     for end in ("low", "high"):
-        made = with_values(args, {name: getattr(one, end) for name, one in hyperparameters.items()})
+        ends = {name: getattr(one, end) for name, one in space.ranges.items()}
+        made = with_values(args, {name: int(value) if name in space.whole else value for name, value in ends.items()})
         check_values(made)
         made.with_environment(environments)
 
@@ -758,6 +765,7 @@ def export_policy(
         The folder.
     """
     copy_policy(source, folder)
+    shorten_paths(folder)  # people upload what they export
     lineage.public().write(folder)
     card = folder / "README.md"
     if card.is_file():  # a member's card may be deleted

@@ -29,6 +29,7 @@ from agile_trainers.populations import population as module
 from agile_trainers.populations.lineage import HeldOut
 from agile_trainers.populations.members import Assignment, Rounds, SharedBase, continue_checkpoint, saved_adapter
 from agile_trainers.rollout.seeds import SELECTION
+from agile_trainers.trainers import MultiTurnGRPOTrainer
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory
 
@@ -119,6 +120,7 @@ def test_the_winner_goes_on_alone(trained, tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", RECORD, "README.md"} <= names
     assert not any(name.startswith("checkpoint-") or name in ("run.lock", "rollouts") for name in names)
+    assert "/" not in json.loads((folder / RECORD).read_text())["base_model"]["name"], "people upload it"
     with pytest.raises(ValueError, match="not empty"):
         trained.export(folder)
     name = algorithm_of(trained)
@@ -508,6 +510,22 @@ def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
         population(embedded_model, tmp_path, on_trainer=harm).run()
 
 
+def test_a_population_extends_a_saved_adapter(embedded_model, tmp_path):
+    """The winner's held-out episodes are played with what was extended, which is not extended again."""
+    first = tmp_path / "first"
+    trainer = MultiTurnGRPOTrainer(
+        str(embedded_model), environment=Talk, args=arguments("grpo", first, max_steps=1), peft_config=lora()
+    )
+    trainer.save_model(str(first))
+    wider = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"merge_lora_configs": True, "model_init_kwargs": {"dtype": "float32"}}
+    made = population(first, tmp_path / "out", rounds=1, max_steps=1, peft_config=wider, **options)
+    made.run()
+    assert made.lineage.held_out is not None and made.arguments(1).model_init_kwargs == {"dtype": "float32"}
+    weights = load_file(made.export(tmp_path / "winner") / "adapter_model.safetensors")
+    assert {min(weight.shape) for weight in weights.values()} == {4}
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -528,6 +546,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("offload_policy_during_rollout=True", {"offload_policy_during_rollout": True, "use_vllm": True}),
     ("vllm_tensor_parallel_size=2", {"vllm_tensor_parallel_size": 2, "use_vllm": True}),
     ("gamma.*got 2", {"hyperparameters": HyperparameterConfig(gamma=Range(0.5, 2.0))}),
+    (
+        "leave it out, or batches_ahead=1",
+        {
+            "hyperparameters": HyperparameterConfig(num_iterations=Range(1, 4)),
+            "batches_ahead": 1,
+        },
+    ),
     ("eval_dataset must be one data set", {"eval_dataset": {"a": [{"x": 1}]}}),
 ]
 

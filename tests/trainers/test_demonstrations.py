@@ -20,7 +20,7 @@ from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT, SFT, TREATME
 from agile_trainers.rollout.metrics import demonstration_metrics
 from agile_trainers.rollout.spec import Demonstration
 from agile_trainers.train_batch import DEMONSTRATED, TrainBatch, read_inputs
-from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers import MultiTurnGRPOConfig, demonstrations
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 EXPERT = {"demonstrations": "experts:hums"}
@@ -390,6 +390,24 @@ def test_metrics_are_of_the_policys_own_episodes(embedded_model, tmp_path) -> No
     assert [row["demonstration"] for row in recorded(tmp_path, "train")] == [None, None, None, True] * 2
     shown = [row for row in recorded(tmp_path, "train") if row["demonstration"]]
     assert all(row["turns"][0]["advantage"] == pytest.approx(0.75 / 0.5001, rel=1e-3) for row in shown)
+
+
+def test_without_reports_of_success_the_best_of_each_environment_counts(monkeypatch) -> None:
+    """Whose returns cannot be compared."""
+
+    def told(environment: str, seed: int, worth: float) -> dict[str, Any]:
+        turn = {"text": "go", "start": 0, "end": 1, "reward": worth}
+        return {
+            "error": None, "turns": [turn], "return": worth, "success": None, "environment": environment, "seed": seed,
+            "paths": None, "demonstration": True, "step": 0, "index": seed,
+        }  # fmt: skip
+
+    log = [told("small", 0, 1.0), told("small", 1, 0.5), told("large", 2, 10.0), told("large", 3, 9.0)]
+    monkeypatch.setattr(demonstrations, "read_records", lambda path: log)
+    assert [start[:2] for start, _ in demonstrations._logged(Path("log"), lambda text: [1])] == [
+        ("small", 0),
+        ("large", 2),
+    ]
 
 
 def test_who_succeeds_alone_by_hand() -> None:

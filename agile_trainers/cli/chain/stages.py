@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl import DPOConfig, SFTConfig
 
+from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
@@ -42,23 +43,25 @@ EVOLVE = "evolve"
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
     "system_prompt", "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
-    "top_p", "top_k", "min_p",
+    "top_p", "top_k", "min_p", "repetition_penalty",
     "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip
 """Options that an evaluation takes from the last multi-turn stage, unless ``evaluation`` sets them."""
 _PLAYED = (
-    "seed", "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
+    "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
     "environment_timeout",
 )  # fmt: skip
-"""Further options that ``evaluation`` takes."""
-_SHARED = ("repetition_penalty", "log_rollouts", "use_cpu", "trust_remote_code", "model_init_kwargs")
+"""Those of the environments and the engine, which it takes too."""
+_LOADED = ("use_cpu", "trust_remote_code", "model_init_kwargs")
+"""And those that it does not set itself."""
+_SHARED = ("seed", "log_rollouts")
 """Options of all stages that an evaluation takes over."""
 EVALUATION = dataclasses.make_dataclass(
     "EvaluationOptions",
     [
         (one.name, one.type, copy.copy(one))
         for one in dataclasses.fields(MultiTurnGRPOConfig)
-        if one.name in (*EPISODES, *_PLAYED, *_SHARED)
+        if one.name in (*EPISODES, *_PLAYED, *_LOADED, *_SHARED)
     ],
 )  # fmt: skip
 """Options of an evaluation: those fields of the trainers' configuration that it has a use for."""
@@ -138,6 +141,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     shared = mapping(content.get("options"), everything, "`options`")
     lora = read_lora(content.get("lora"), "`lora`")
     stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
+    _check_lora(stages, str(content["model"]), lora)
     for stage in stages:
         if stage.population is not None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -225,12 +229,30 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     )
 
 
+def _check_lora(stages: list[Stage], model: str, lora: LoraConfig | None) -> None:
+    """Reject settings of a stage's own where an adapter is there already, which it would have to extend.
+
+    Raises:
+        YAMLFileError: For such a stage.
+    """
+    adapted = Path(model).is_dir() and find_adapters(model) is not None
+    for stage in stages:
+        own = stage.lora is not None and adapted
+        if own and not (stage.merge_lora_configs or stage.options.get("merge_lora_configs")):
+            raise YAMLFileError(
+                f"stage {stage.name!r}: `lora` differs from the adapter that is there before it. Remove it, or set "
+                "`merge_lora_configs: true`, with which the adapter is extended."
+            )
+        adapted = adapted or (stage.lora or lora) is not None
+
+
 def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
     """Return the options of every evaluation."""
-    given = mapping(raw, {*EPISODES, *_PLAYED}, "`evaluation`")
+    given = mapping(raw, {*EPISODES, *_PLAYED, "seed"}, "`evaluation`")
     played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
     options = {name: value for name, value in shared.items() if name in options_of(EVALUATION)}
-    return options | {name: played[name] for name in EPISODES if name in played} | given
+    taken = (*EPISODES, *_PLAYED, *_LOADED)
+    return options | {name: played[name] for name in taken if name in played} | given
 
 
 def _check_evaluation(options: Any) -> Any:

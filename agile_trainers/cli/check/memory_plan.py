@@ -15,7 +15,7 @@ from trl import ModelConfig, get_peft_config
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from agile_trainers.adapters.loading import find_adapters, read_weights
+from agile_trainers.adapters.loading import check_model, find_adapters, read_weights
 from agile_trainers.adapters.lora_settings import within_scope
 from agile_trainers.adapters.roles import POLICY
 from agile_trainers.cli.check.tracing import Shape, Step, trace_step
@@ -196,6 +196,7 @@ def teacher_bytes(args: MultiTurnConfig, dtype: torch.dtype) -> int:
         if (saved := find_adapters(teacher)) is not None:
             total += 4 * sum(weight.numel() for weight in read_weights(saved.folders[POLICY]).values())
             continue
+        check_model(teacher, option="teacher")
         config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code)
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
