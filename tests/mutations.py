@@ -1966,7 +1966,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the average that teaches is not kept", "config/rules.py",
-        'acts_with("beta", _has_reference, "keep_reference",', 'acts_with("beta", _uses_reference, "keep_reference"), acts_with("beta", _has_reference,',
+        'acts_with("beta", _has_reference, "keep_reference",', 'acts_with("beta", _uses_reference, "keep_reference"), '
+        'acts_with("beta", _has_reference,',
         "tests/trainers/test_config_rules.py -k saved_average",
     ),
     Mutation(

@@ -166,7 +166,7 @@ def test_limits_and_sampling_are_those_of_training(
     assert policy["turns"] <= 2 and policy["action_tokens"] <= 2
 
     several = recorded(
-        tmp_path / "several", adapter, max_turns=8, max_new_tokens=1, history={"guess": "last:1"},
+        tmp_path / "several", adapter, max_turns=8, max_new_tokens=1, history={"guess": "last:1", "sums": "full"},
         environment_limits={"guess": {"max_turns": 1}, "sums": {"max_turns": 3}},
     )  # fmt: skip
     record = several / "agile_trainers.json"
@@ -174,7 +174,9 @@ def test_limits_and_sampling_are_those_of_training(
     record.write_text(json.dumps(json.loads(record.read_text()) | named))
     assert main(["eval", str(several), *base]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "{'agile:guess_number': {'max_turns': 1}}" in said and "{'agile:guess_number': 'last:1'}" in said
+    assert "{'agile:guess_number': {'max_turns': 1}}" in said and "{'agile:guess_number': 'last:1'}" in said, (
+        "and nothing of others"
+    )
     path = max((tmp_path / "out").glob("eval-*/results.json"), key=lambda path: path.stat().st_mtime)
     assert json.loads(path.read_text())["environments"][0]["policies"][0]["turns"] == 1.0
 
