@@ -51,9 +51,9 @@ _PLAYED = (
     "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
     "environment_timeout",
 )  # fmt: skip
-"""Those of the environments and the engine, which it takes too."""
+"""Options of the environments and the engine that ``evaluation`` takes as well."""
 _LOADED = ("use_cpu", "trust_remote_code", "model_init_kwargs")
-"""And those that it does not set itself."""
+"""Options of a stage that an evaluation takes over and ``evaluation`` does not set."""
 _SHARED = ("seed", "log_rollouts")
 """Options of all stages that an evaluation takes over."""
 EVALUATION = dataclasses.make_dataclass(
