@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agile_environments.courier import Courier
 from agile_trainers.evaluation.results import counted_mean, evaluation_metrics
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 
@@ -61,22 +62,15 @@ class InTheInstance:
         self.return_range = (-high, high)
 
 
-class Playable(InTheInstance):
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return "Go.", {}
-
-    def step(self, action: str) -> Any:
-        return "", 0.0, True, False, {}
-
-
 def test_an_instance_in_a_process_says_its_range_at_its_first_reset() -> None:
-    pool = EnvironmentPool(lambda: Playable(4.0), processes=1)
+    pool = EnvironmentPool(lambda: Courier(), processes=1)
+    assert pool.return_range() is None
     try:
         pool.reset(0, 1, None)
         while not pool.outcomes(block=True):
             pass
         pool.release(0, reusable=True)
-        assert pool.return_range() == (-4.0, 4.0)
+        assert pool.return_range() == Courier().return_range
     finally:
         pool.close()
 
