@@ -1992,6 +1992,38 @@ MUTATIONS = [
         "    shorten_paths(folder)  #", "    pass  #", "tests/populations/test_population.py -k goes_on_alone",
     ),
     Mutation(
+        "judges of one source share answers", "judges/asking.py",
+        "state += [function.args, function.keywords]", "state += []", "tests/judges/test_judges.py -k made_otherwise",
+    ),
+    Mutation(
+        "an update has metrics of earlier ones", "trainers/manual_loop.py",
+        "values[length:] if values is before else values", "values[length:] or values[-1:]",
+        "tests/trainers/test_updates.py -k earlier_ones",
+    ),
+    Mutation(
+        "arrays are told apart by their texts", "records/plain.py",
+        'if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):', "if False:",
+        "tests/evaluation/test_comparison.py -k different_rows",
+    ),
+    Mutation(
+        "rows of another environment are played in the only one", "cli/eval/command.py",
+        "named = rows is not None and (len(ids) > 1 or any(row.get(COLUMN) == name for row in rows))",
+        "named = rows is not None and len(ids) > 1", "tests/test_cli_eval.py -k rows_metrics",
+    ),
+    Mutation(
+        "rows of an environment that is not played are dropped", "cli/eval/command.py",
+        "if len(ids) > 1 and (others", "if False and (others", "tests/test_cli_eval.py -k rows_metrics",
+    ),
+    Mutation(
+        "limits of a class are not found by its name", "cli/eval/command.py",
+        'for form in (one.rpartition(":")[2], one)}', "for form in (one,)}", "tests/test_cli_eval.py -k those_of_training",
+    ),
+    Mutation(
+        "a chain's evaluation names environments that are not there", "cli/chain/stages.py",
+        'check_names("environment_limits", episodes.environment_limits, environments or [])', "pass",
+        "tests/test_cli_chain.py -k said_before",
+    ),
+    Mutation(
         "a data set without rows is taken to evaluate on", "trainers/evaluation.py",
         "and not len(dataset):", "and False:", "tests/trainers/test_bad_input.py -k shows_at",
     ),

@@ -292,6 +292,10 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
             3,
             r"`evaluation` knows no 'num_eval_episode'; did you mean num_eval_episodes",
         ),
+        ("evaluation.environment_limits", {"typo": {"max_turns": 2}}, "`evaluation`: environment_limits names 'typo'"),
+        ("evaluation.history", {"typo": "last:2"}, "`evaluation`: history names 'typo'"),
+        ("evaluation.seed", -1, "`evaluation`: seed"),
+        ("evaluation.generation_chunk_size", 0, "`evaluation`: generation_chunk_size"),
         ("evaluation.num_eval_episodes", 0, "`evaluation`.*num_eval_episodes.* 0"),
         (
             "environment",

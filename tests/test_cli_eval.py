@@ -180,6 +180,18 @@ def test_limits_and_sampling_are_those_of_training(
     path = max((tmp_path / "out").glob("eval-*/results.json"), key=lambda path: path.stat().st_mtime)
     assert json.loads(path.read_text())["environments"][0]["policies"][0]["turns"] == 1.0
 
+    by_class = {"environment": "guess=guess_number, sums=Sums"}  # a class is recorded by its name alone
+    record.write_text(json.dumps(json.loads(record.read_text()) | by_class))
+    assert main(["eval", str(several), *base]) == 0
+    assert "{'agile:guess_number': {'max_turns': 1}}" in capsys.readouterr().out.replace("\n", " ")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"environment": "guess=Other, sums=Sums"}))
+    assert main(["eval", str(several), *base]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert (
+        "trained with environment_limits of Other, Sums and history of Other, Sums, which is none that is played"
+        in said
+    )
+
     evaluate(capsys, trained, *base)
     assert main(["eval", str(trained), *base, "--max_turns", "1", "--temperature", "0.7"]) == 0
     assert "Set otherwise: max_turns=1, trained with 2." in capsys.readouterr().out.replace("\n", " ")
@@ -278,6 +290,11 @@ def test_rows_metrics_and_several_environments(
         capsys, *common, *data, "--environment", sums, "agile:guess_number", "--environment_limits", limits, "--greedy",
         "--environment_args", json.dumps({"agile:guess_number": {"level": "easy"}}),
     )  # fmt: skip
+    alone = evaluate(capsys, *common, *data, "--environment", sums)
+    assert alone["environments"][0]["policies"][0]["episodes"] == 2, "those of the other are not played in it"
+    others = [*map(str, common), *map(str, data), "--environment", "agile:guess_number", "agile:countdown"]
+    assert main(["eval", *others]) == 2
+    assert f"rows of {sums}, which --environment does not name" in capsys.readouterr().err.replace("\n", " ")
     first, second = (each["policies"][0] for each in both["environments"])
     assert (first["episodes"], second["episodes"]) == (2, 1) and first["action_tokens"] == 1.0
     assert second["turns"] <= 3, "the level's number of guesses"

@@ -8,6 +8,7 @@ import torch
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import Rule
+from agile_trainers.objectives.distillation import SAMPLED
 from agile_trainers.step.credit import Credit, CreditInputs
 
 
@@ -38,10 +39,18 @@ class MultiTurnDistillationConfig(MultiTurnConfig):
                 "turn_ratio_pooling",
                 "delta",
                 "off_policy_mask_threshold",
+                "top_entropy_quantile",
             ),
             lambda args, value: False,
             "{name}={value!r} has no effect: distillation trains on no advantage. Leave {name} unset, or pass teacher to "
             "another algorithm.",
+            when_set=True,
+        ),
+        Rule(
+            ("epsilon", "epsilon_high"),
+            lambda args, _: args.teacher_gradient in SAMPLED and args.loss_type != "cispo",
+            "{name}={value!r} has no effect: it bounds the ratios by which teacher_gradient='immediate' and 'return_to_go' "
+            "credit tokens, with a loss_type that has such ratios. Leave it unset.",
             when_set=True,
         ),
     )

@@ -21,7 +21,8 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import validate_reset
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.evaluation.results import EpisodeResults, EpisodeStart, content_digest, evaluation_episodes
+from agile_trainers.evaluation.results import EpisodeResults, EpisodeStart, evaluation_episodes
+from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings

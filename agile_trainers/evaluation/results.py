@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from hashlib import blake2b
 from itertools import islice
 from statistics import fmean, stdev
 from typing import Any
@@ -18,6 +15,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from agile_trainers.evaluation.statistics import failed_value, mean_interval, pass_at_k, refusal, within
+from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
@@ -343,15 +341,6 @@ def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
         ),
         outcome=content_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
     )
-
-
-def content_digest(value: Any, seed: int) -> str:
-    """Hash a value of the user's or the environment's; one that cannot be written as text is told by its seed."""
-    try:
-        text = json.dumps(value, sort_keys=True, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it)))
-    except Exception:  # it refers to itself, mixes types of keys, or its repr raises
-        text = f"seed {seed}"
-    return blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 def in_order(places: Sequence[int], values: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from agile_trainers.checkpoints.disclosure import MASK, mask
 from agile_trainers.judges.questions import JudgeQuestion, canonical
+from agile_trainers.records.plain import content_digest
 from agile_trainers.types import Message
 
 logger = logging.get_logger(__name__)
@@ -207,13 +209,10 @@ class JudgeFunction:
 
     def __init__(self, function: Callable[[list[Message]], Any]) -> None:
         self._function, self._name = function, get_callable_name(function)
-        try:
-            self._source = sha256(inspect.getsource(function).encode()).hexdigest()
-        except (OSError, TypeError):  # of a C function, a console or an object
-            self._source = ""
+        self._source = _digest_of(function)
 
     def content(self, question: JudgeQuestion) -> dict[str, Any]:
-        """Return the question with the name and the digest of the function's source."""
+        """Return the question with the name and the digest of the function's source and state."""
         return {"function": [self._name, self._source], "messages": question.messages, "schema": question.schema}
 
     async def ask(self, question: JudgeQuestion) -> tuple[str, tuple[int, int]]:
@@ -230,6 +229,27 @@ class JudgeFunction:
 
     async def close(self) -> None:
         """There is nothing to close."""
+
+
+def _digest_of(function: Any) -> str:
+    """Return a digest of a function's source, and of what it was given, closes over or is bound to."""
+    state: list[Any] = []
+    while isinstance(function, partial):
+        state += [function.args, function.keywords]
+        function = function.func
+    code = getattr(function, "__func__", function)
+    owner = getattr(function, "__self__", None if inspect.isroutine(function) else function)
+    cells = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
+    state += [
+        cells,
+        getattr(code, "__defaults__", None),
+        {} if inspect.ismodule(owner) else getattr(owner, "__dict__", {}),
+    ]
+    try:
+        source = inspect.getsource(code if inspect.isroutine(code) else type(code))
+    except (OSError, TypeError):  # of a C function or a console
+        source = ""
+    return sha256(f"{source} {content_digest(state, 0)}".encode()).hexdigest()
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:

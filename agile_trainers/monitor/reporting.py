@@ -12,6 +12,7 @@ from typing import Any
 from transformers.trainer_utils import speed_metrics
 
 from agile_trainers.evaluation.results import EpisodeResults, Range, counted_mean, evaluation_metrics
+from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.metrics import summarize
 from agile_trainers.types import StopReason, Trajectory
 
@@ -229,7 +230,7 @@ def task_of(trajectory: Trajectory) -> str | None:
     if not trajectory.options or not trajectory.prompt:
         return None
     start = (trajectory.environment_name, trajectory.options, trajectory.reset_info, trajectory.prompt)
-    return blake2b(repr(start).encode(), digest_size=16).hexdigest()
+    return content_digest(start, trajectory.seed)
 
 
 def outcomes_of(trajectory: Trajectory) -> list[tuple[str, str]]:

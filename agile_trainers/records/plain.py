@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,24 @@ class Plain:
             pass_on_interrupt(error)
             return f"<{type(value).__name__}: {type(error).__name__}>"
         return _text(value)
+
+
+def content_digest(value: Any, seed: int) -> str:
+    """Hash a value of the user's or the environment's; one that cannot be written as text is told by its seed."""
+    try:
+        text = json.dumps(value, sort_keys=True, default=_content)
+    except Exception:  # it refers to itself, mixes types of keys, or its repr raises
+        text = f"seed {seed}"
+    return blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def _content(value: Any) -> str:
+    """Return a text that differs where values do: arrays and images shorten theirs, or have an address in it."""
+    if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):
+        data = value if isinstance(value, bytes) else value.tobytes()
+        form = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
+        return f"{type(value).__name__} {form} {blake2b(data, digest_size=16).hexdigest()}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def to_json(value: Any) -> str:

@@ -6,7 +6,6 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import inf, isfinite, isnan, nan
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agile_trainers.records.plain import Plain
+from agile_trainers.records.plain import Plain, content_digest
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -156,10 +155,10 @@ class Successes:
 
 
 def _told(trajectory: Trajectory, total: float) -> Told:
-    start = json.dumps(Plain()([trajectory.environment_name, trajectory.options]))
+    start = content_digest([trajectory.environment_name, trajectory.options], trajectory.seed)
     success = trajectory.success
     worth = total if success is None else inf if success else -inf
-    return Told(blake2b(start.encode(), digest_size=16).hexdigest(), worth, total)
+    return Told(start, worth, total)
 
 
 def _written(number: float) -> float | None:

@@ -405,7 +405,8 @@ class _Meter:
     def __init__(self) -> None:
         self.step = -1
         self._loss_before = 0.0
-        self._lengths: dict[str, int] = {}
+        self._before: dict[str, tuple[list[float], int]] = {}
+        """Each metric's values at the last mark, and their number."""
         self._values: dict[str, list[float]] = {}
 
     def note(
@@ -417,8 +418,9 @@ class _Meter:
         self._add("grad_norm", [] if grad_norm is None else [float(grad_norm)])
         self._add("learning_rate", [] if learning_rate is None else [learning_rate])
         for name, values in metrics.items():
+            before, length = self._before.get(name, (None, 0))
             # Some metrics are replaced in every step instead of extended.
-            self._add(name, values[self._lengths.get(name, 0) :] or values[-1:])
+            self._add(name, values[length:] if values is before else values)
 
     def _add(self, name: str, values: list[float]) -> None:
         self._values.setdefault(name, []).extend(values)
@@ -426,7 +428,7 @@ class _Meter:
     def mark(self, loss: float, metrics: Mapping[str, list[float]]) -> None:
         """Note the length of each metric, after `Trainer` may have logged and cleared them."""
         self._loss_before = loss
-        self._lengths = {name: len(values) for name, values in metrics.items()}
+        self._before = {name: (values, len(values)) for name, values in metrics.items()}
 
     def read(self) -> dict[str, float]:
         """Return the means over the steps since the last call, and clear them."""

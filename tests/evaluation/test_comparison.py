@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peft import LoraConfig, get_peft_model
+from PIL import Image as PIL
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.evaluation import (
@@ -20,7 +22,7 @@ from agile_trainers.evaluation import (
     evaluate_policy,
     summarize_policy,
 )
-from agile_trainers.evaluation.results import content_digest, reported_together, start_of_episode
+from agile_trainers.evaluation.results import reported_together, start_of_episode
 from agile_trainers.evaluation.statistics import (
     difference_test,
     mcnemar_p_value,
@@ -28,7 +30,10 @@ from agile_trainers.evaluation.statistics import (
     newcombe_interval,
     wilson_interval,
 )
+from agile_trainers.monitor.reporting import task_of
+from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.metrics import differing_groups, episode_metrics, start_of
+from agile_trainers.step.successes import _told
 from agile_trainers.types import Image, Picture, StopReason, Trajectory, Turn
 
 FAILED = StopReason.ENVIRONMENT_ERROR
@@ -342,6 +347,27 @@ def test_starts_with_different_images_differ() -> None:
     assert first.prompt != second.prompt and first.played != second.played
     assert content_digest(red.prompt, 0) != content_digest(blue.prompt, 0) == content_digest(seen(b"blue").prompt, 0)
     assert differing_groups([start_of(one) for one in (red, red, red, blue)], 2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.zeros(2000), np.eye(1, 2000, 1000)[0]), (np.array([0.1]), np.array([0.1 + 1e-15])),
+        ([0] * 12_000, [0] * 11_999 + [1]), (b"x" * 20_001, b"x" * 20_000 + b"y"),
+        (PIL.new("RGB", (2, 2)), PIL.new("RGB", (2, 2), "red")),
+    ],
+    ids=["long array", "close numbers", "long list", "bytes", "images"],
+)  # fmt: skip
+def test_different_rows_are_different_starts(one: Any, other: Any) -> None:
+    """For what counts as the same game, for successes that are kept of a row, and for the number of tasks."""
+
+    def of(row: Any) -> list[Any]:
+        played = replace(episode(5, 1.0, True), options={"row": row}, prompt=[{"role": "user", "content": "?"}])
+        return [start_of_episode(played).row, _told(played, 1.0).start, task_of(played)]
+
+    for same, differ in zip(of(one), of(other), strict=True):
+        assert same != differ
+    assert of(one) == of(copy.deepcopy(one))
 
 
 def test_the_start_of_an_episode_with_information_that_is_no_json() -> None:

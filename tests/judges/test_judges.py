@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,35 @@ def test_a_function_that_changed_is_asked_again(made, tmp_path: Path) -> None:
     one = made(lambda messages: {"reason": "", "score": 0.1}, "r", cache=tmp_path / "answers")
     two = made(lambda messages: {"reason": "", "score": 0.2}, "r", cache=tmp_path / "answers")
     assert [asked(judge, episode("a"))[0] for judge in (one, two, one)] == [[0.1], [0.2], [0.1]]
+
+
+def scoring(score: float) -> Any:
+    return lambda messages: {"reason": "", "score": score}
+
+
+def given(score: float, messages: Any) -> Any:
+    return {"reason": "", "score": score}
+
+
+class Scores:
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+    def __call__(self, messages: Any) -> Any:
+        return {"reason": "", "score": self.score}
+
+    def ask(self, messages: Any) -> Any:
+        return self(messages)
+
+
+@pytest.mark.parametrize(
+    "make", [scoring, lambda score: partial(given, score), Scores, lambda score: Scores(score).ask]
+)
+def test_functions_of_one_source_that_were_made_otherwise_share_no_answer(made, tmp_path: Path, make) -> None:
+    """By what they close over, are given, or are bound to; the same again is not asked."""
+    judges = [made(make(score), "r", cache=tmp_path / "answers") for score in (0.1, 0.2, 0.1)]
+    assert [asked(judge, episode("a"))[0] for judge in judges] == [[0.1], [0.2], [0.1]]
+    assert asked(judges[2], episode("a"))[1]["questions"] == 0.0
 
 
 def test_what_failed_stays_so_in_its_run_and_for_its_episode_alone(made, tmp_path: Path) -> None:

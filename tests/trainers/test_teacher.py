@@ -661,6 +661,14 @@ def test_ratios_of_tokens_are_clipped_by_bounds_of_tokens(tmp_path) -> None:
             "_level='turn' has no effect",
         ),
         ({"teacher": "policy", "teacher_hint": "hint", "delta": 2.0}, "delta=2.0 has no effect"),
+        (
+            {"teacher": "policy", "teacher_hint": "hint", "top_entropy_quantile": 0.5},
+            "top_entropy_quantile=0.5 has no effect",
+        ),
+        (
+            {"teacher": "policy", "teacher_hint": "hint", "teacher_gradient": REVERSE, "epsilon": 0.1},
+            "epsilon=0.1 has no effect",
+        ),
         ({"teacher": "policy", "teacher_hint": "hint", "num_generations": 4}, "num_generations=4 has no effect"),
     ],
 )

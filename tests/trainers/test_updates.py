@@ -14,7 +14,7 @@ from ppo_games import make_ppo
 from transformers import TrainerCallback
 
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.manual_loop import RunOverError
+from agile_trainers.trainers.manual_loop import RunOverError, _Meter
 
 ROWS = [{"prompt": [{"role": "user", "content": ""}], "row": n} for n in range(7)]
 CASES: dict[str, dict[str, Any]] = {
@@ -210,3 +210,16 @@ def test_what_updates_cannot_be_made_of(embedded_model: Path, tmp_path: Path) ->
                         gradient_accumulation_steps=3, per_device_train_batch_size=4)  # fmt: skip
     with pytest.raises(ValueError, match="gradient_accumulation_steps=3"):
         torn.rollout()
+
+
+def test_an_update_has_no_metrics_of_earlier_ones() -> None:
+    """Not of one that was logged before and not now, as a correlation that is not defined; a count is replaced each time."""
+    meter = _Meter()
+    metrics = {"correlation": [0.5], "reward": [1.0], "num_tokens": [10.0]}
+    meter.note(1, 0.0, None, None, metrics)
+    assert meter.read() == {"step": 1.0, "loss": 0.0, "correlation": 0.5, "reward": 1.0, "num_tokens": 10.0}
+    meter.mark(0.0, metrics)
+    metrics["reward"].append(3.0)
+    metrics["num_tokens"] = [25.0]
+    meter.note(2, 0.0, None, None, metrics)
+    assert meter.read() == {"step": 2.0, "loss": 0.0, "reward": 3.0, "num_tokens": 25.0}

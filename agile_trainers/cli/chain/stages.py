@@ -29,7 +29,7 @@ from agile_trainers.cli.run_files import (
     stage_rows,
 )
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
-from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.rollout.episode_options import EpisodeOptions, check_names
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.mixture import names_of
@@ -162,7 +162,7 @@ def parse_pipeline(content: Any) -> Pipeline:
         str(content["model"]),
         environment,
         stages,
-        _check_evaluation(make_config(EVALUATION, evaluation, None, "`evaluation`")),
+        _check_evaluation(evaluation, names_of(environment)),
         evaluation,
         lora,
         {name: content.get(name) for name in ("model", "environment", "environment_args", "lora")},
@@ -255,17 +255,20 @@ def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[s
     return options | {name: played[name] for name in taken if name in played} | given
 
 
-def _check_evaluation(options: Any) -> Any:
-    """The options of every evaluation, if they can be played by.
+def _check_evaluation(given: dict[str, Any], environments: list[str] | None) -> Any:
+    """Return the options of every evaluation, if they can be played by.
 
     Raises:
-        YAMLFileError: If one of them is out of range.
+        YAMLFileError: If one of them is out of range, or names another environment.
     """
-    with naming_place("`evaluation`"):
-        EpisodeOptions.of_args(options)
+    place = "`evaluation`"
+    options = make_config(EVALUATION, given, None, place)
+    with naming_place(place):
         sampling_settings(options)
-        if options.num_eval_episodes < 1:
-            raise ValueError(f"num_eval_episodes must be at least 1, got {options.num_eval_episodes}.")
+        make_config(MultiTurnGRPOConfig, given, Path("evaluation"), place)  # which checks values
+        episodes = EpisodeOptions.of_args(options)
+        check_names("environment_limits", episodes.environment_limits, environments or [])
+        episodes.histories(environments or [None])
     return options
 
 

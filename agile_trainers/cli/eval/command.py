@@ -178,9 +178,13 @@ def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
     known = {model: found for model in models if (found := recorded_settings(model))}
     source = next(iter(known), None)
     recorded = {} if source is None else dict(known[source])
+    lost = []
     for option in ("environment_limits", "history"):  # by environment: of those that are played
         if isinstance(own := recorded.get(option), dict):
-            recorded[option] = {name: one for name, one in own.items() if name in options.environment} or None
+            # A class is recorded by its name alone.
+            ids = {form: one for one in options.environment for form in (one.rpartition(":")[2], one)}
+            recorded[option] = {ids[name]: value for name, value in own.items() if name in ids} or None
+            lost += [] if recorded[option] else [f"{option} of {', '.join(own)}"]
     defaults = {one.name: one.default for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)}
     del defaults["do_sample"]
     said, changed = [], []
@@ -196,6 +200,8 @@ def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
         said.append(f"No model has a record of its limits. Played with {shown}; set what it was trained with.")
     else:
         said.append(f"Limits and sampling are those that {source} was trained with: {shown}.")
+    if lost:
+        said.append(f"It was trained with {' and '.join(lost)}, which is none that is played here by that name.")
     if changed:
         said.append(f"Set otherwise: {'; '.join(changed)}.")
     for model, found in known.items():
@@ -380,7 +386,8 @@ def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
     rows = dataset_rows(options)
     tasks = []
     for name in ids:
-        own = rows if rows is None or len(ids) == 1 else _rows_of(name, rows)
+        named = rows is not None and (len(ids) > 1 or any(row.get(COLUMN) == name for row in rows))
+        own = _rows_of(name, rows or [], ids) if named else rows
         if own is not None and not own:
             raise ValueError(f"--dataset_name has no row for {name}.")
         factory = make_environment_factory(name, **(arguments.get(name, {}) if len(ids) > 1 else arguments))
@@ -389,10 +396,15 @@ def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
     return tasks
 
 
-def _rows_of(environment: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows_of(environment: str, rows: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows that name an environment, without that column."""
     if any(COLUMN not in row for row in rows):
         raise ValueError(f"--dataset_name has no column {COLUMN!r}, which names the environment of each row. Add it.")
+    if len(ids) > 1 and (others := {str(row[COLUMN]) for row in rows} - {*ids}):
+        raise ValueError(
+            f"--dataset_name has rows of {', '.join(sorted(others))}, which --environment does not name. The column "
+            f"{COLUMN!r} has the ids that are played: {', '.join(ids)}."
+        )
     own = [row for row in rows if row[COLUMN] == environment]
     return [{column: value for column, value in row.items() if column != COLUMN} for row in own]
 
