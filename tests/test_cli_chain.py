@@ -323,6 +323,11 @@ def test_the_documented_file_can_be_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert [stage.name for stage in stages] == ["sft", "dpo", "grpo"] and stages[2].config.max_new_tokens == 8
 
 
+def test_a_stage_may_repeat_the_settings_of_its_chain(pipeline: dict) -> None:
+    pipeline["stages"][2]["lora"] = dict(pipeline["lora"])
+    assert parse_pipeline(pipeline).stages[2].lora is not None
+
+
 def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) -> None:
     limits = {"easy": {"max_turns": 2}, "hard": {"max_turns": 1, "max_new_tokens": 2}}
     stage = {key: value for key, value in pipeline["stages"][2].items() if key not in ("max_turns", "beta")}

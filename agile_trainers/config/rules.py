@@ -480,7 +480,7 @@ def for_own_loss(args: Any, needs: str) -> Any:
     declared = {name for cls in ours if not issubclass(GRPOConfig, cls) for name in inspect.get_annotations(cls)}
     unread = [replace(rule, options=tuple(name for name in rule.options if name not in declared)) for rule in OWN_LOSS]
     check_rules(args, unread + list(_WHOLE_MICRO_BATCH if needs == "micro_batch" else ()))
-    if "importance_sampling_level" not in declared:
+    if not {"importance_sampling_level", "turn_ratio_pooling"} & declared:
         args = copy.copy(args)
         args.importance_sampling_level = "token"
     return args

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import itertools
 import random
 import sys
@@ -77,7 +79,8 @@ def play(
         over = terminated or truncated
         if not over and len(episode.rewards) == max_turns:
             over = True
-            episode.rewards[-1] += validate_end(bound_end(environment, "max_turns")()) or 0.0
+            ended = bound_end(environment, "max_turns")()
+            episode.rewards[-1] += validate_end(asyncio.run(ended) if inspect.iscoroutine(ended) else ended) or 0.0
         if over:
             episode.final_observation = observation
             return episode

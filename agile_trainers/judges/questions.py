@@ -66,8 +66,10 @@ def transcript(episode: Trajectory) -> list[dict[str, Any]]:
         # Of an episode whose environment rewrites contexts, this is what the policy saw, and no other conversation.
         anew = turn.messages if "call" in turn.info else None
         if anew or not k:
-            first, *rest = _lines(anew or episode.prompt)
-            lines += [{**first, "begins": True} if k else first, *rest]
+            prompt = _lines(anew or episode.prompt)
+            if k:
+                prompt[0]["begins"] = True
+            lines += prompt
         action, *observed = turn.said
         lines += [{"role": "assistant", "turn": k + 1, "content": action["content"]}, *_lines(observed)]
     return lines

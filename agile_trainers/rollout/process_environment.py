@@ -128,7 +128,10 @@ class ProcessEnvironment:
         """Start an episode in the process."""
         started = await self._call("reset", seed, options)
         if not self._known:
-            self.return_range, self._known = await self._call("return_range"), True
+            self._known = True
+            with suppress(EnvironmentProcessError):  # an attribute that raises or cannot be sent declares nothing
+                if (declared := await self._call("return_range")) is not None:
+                    self.return_range = declared
         return started
 
     async def step(self, action: str) -> StepResult:

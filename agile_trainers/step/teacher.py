@@ -107,6 +107,7 @@ class Teacher:
         self._frozen = not {ITSELF, THE_REFERENCE} & set(names)
         given = args.teacher if isinstance(args.teacher, dict) else {}
         self._of = {environment: names.index(name) for environment, name in given.items()}
+        self._own_loss = own_loss
         self._denominator = denominator_of(args, own_loss=own_loss)
         self._looked = False
         self.means = TurnMeans("teacher_kl", "teacher/kl")
@@ -268,7 +269,7 @@ class Teacher:
             credit = teacher_credit(old, teacher, mask, weights, args.teacher_gradient)
             if batch.importance_sampling_ratio is not None:
                 credit = credit * batch.importance_sampling_ratio
-            values = -clipped_objective(policy - old, credit, *_bounds(args))
+            values = -clipped_objective(policy - old, credit, *_bounds(args, self._own_loss))
             measured = policy.detach() - teacher
         else:
             assert handed.divergence is not None
@@ -280,9 +281,9 @@ class Teacher:
         return loss + coefficient * total / by, metrics
 
 
-def _bounds(args: Any) -> tuple[float, float]:
-    """Return how far the ratio of a token may move; an algorithm that clips none, but sequences or weights, leaves PPO's."""
-    if args.importance_sampling_level == "sequence" or args.loss_type == "cispo":
+def _bounds(args: Any, own_loss: bool) -> tuple[float, float]:
+    """Return how far the ratio of a token may move: PPO's bounds, where the algorithm's are not for ratios of tokens."""
+    if own_loss or args.importance_sampling_level != "token" or args.loss_type == "cispo":
         return PPO_EPSILON, PPO_EPSILON
     return args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
 

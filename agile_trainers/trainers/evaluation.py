@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -249,10 +250,12 @@ def _check_spelling(metric: str, eval_dataset: Any, environments: Sequence[str])
         ValueError: For such a name.
     """
     sets = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else [""]
-    parts = ["", *(f"{name}_" for name in environments)]
-    known = [f"{one}{part}{name}" for one in sets for part in parts for name in _ALWAYS_EVALUATED]
+    known = [f"{one}{name}" for one in sets for name in _ALWAYS_EVALUATED]
     name = metric.removeprefix("eval_")
-    near = "" if name in known else nearest(name, known, count=1, cutoff=0.75)
+    if any(name.startswith(f"{one}{environment}_") for one in sets for environment in environments):
+        return
+    measured = re.sub(r"(/\w+|_sem|_std)$", "", name)
+    near = "" if measured in known else nearest(name, known, count=1, cutoff=0.75)
     if near:
         raise ValueError(
             f"metric_for_best_model={metric!r} is no metric of an evaluation{near} Set it to one of "

@@ -250,10 +250,16 @@ class Paid:
         return 2.0
 
 
+class PaidLater(Paid):
+    async def end(self, reason: str) -> float:  # type: ignore[override]
+        return Paid.end(self, reason)
+
+
 def test_options_may_be_left_out_where_there_are_no_rows() -> None:
     assert not check_environment(Toy).findings
     assert play(Toy(), lambda messages, rng: "4", 7).rewards == [1.0]
     assert play(Paid(), lambda messages, rng: "", 7, max_turns=3).rewards == [0.5, 0.5, 2.5]
+    assert play(PaidLater(), lambda messages, rng: "", 7, max_turns=1).rewards == [2.5]
     assert play(Paid(), lambda messages, rng: "over", 7, max_turns=1).rewards == [0.5], "it had ended by itself"
     (error,) = check_environment(Toy, options={"question": "2+2"}).errors
     assert "Toy.reset(seed: 'int | None' = None) -> 'Any' cannot be called as reset(seed, options)" in error

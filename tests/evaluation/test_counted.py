@@ -63,8 +63,19 @@ class InTheInstance:
 
 
 def test_an_instance_in_a_process_says_its_range_at_its_first_reset() -> None:
+    class Unsendable(Courier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.return_range = lambda: None
+
     pool = EnvironmentPool(lambda: Courier(), processes=1)
     assert pool.return_range() is None
+    broken = EnvironmentPool(lambda: Unsendable(), processes=1)
+    broken.reset(0, 1, None)
+    while not (found := broken.outcomes(block=True)):
+        pass
+    broken.close()
+    assert found[0].error is None, "an attribute that cannot be sent costs no episode"
     try:
         pool.reset(0, 1, None)
         while not pool.outcomes(block=True):

@@ -97,6 +97,7 @@ def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> N
         {"role": "assistant", "turn": 2, "content": "b"}, {"role": "user", "content": "more"},
         {"role": "user", "content": "begin", "begins": True}, {"role": "assistant", "turn": 3, "content": "c"},
     ]  # fmt: skip
+    assert transcript(replace(episode("a"), prompt=[])) == transcript(episode("a"))[1:]
     rewritten = episode("a", "b")
     rewritten.turns[1].messages = said("shorter")
     assert transcript(rewritten) == transcript(episode("a", "b"))

@@ -132,6 +132,8 @@ def test_the_metric_is_chosen_where_one_is_needed(tmp_path):
     assert plateau.metric_for_best_model == "return" and plateau.lr_scheduler_kwargs["mode"] == "max"
     short = {"save_strategy": "best", "metric_for_best_model": "sum_return"}
     assert chosen(["sum", "web"], **short).metric_for_best_model == "sum_return"
+    for real in ("return/max", "return_sem", "reward_std", "sum_return/mean", "sum_return_sem", "web_turns"):
+        assert chosen(["sum", "web"], **{**short, "metric_for_best_model": real}).metric_for_best_model == real
     with pytest.raises(ValueError, match="'sum_return' is no metric of an evaluation; did you mean return"):
         chosen(["web"], **short)
     given = chosen(save_strategy="best", metric_for_best_model="turns/mean", greater_is_better=False)

@@ -642,9 +642,12 @@ def test_another_tokenizer_is_refused(embedded_model, tmp_path, teacher) -> None
 def test_ratios_of_tokens_are_clipped_by_bounds_of_tokens(tmp_path) -> None:
     """Those of GSPO are of sequences, a thousandth of them, and CISPO's is that of a weight."""
     given = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    assert _bounds(MultiTurnGSPOConfig(**given)) == _bounds(MultiTurnCISPOConfig(**given)) == (0.2, 0.2)
-    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1, epsilon_high=0.3)) == (0.1, 0.3)
-    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1)) == (0.1, 0.1)
+    sequences, turns = MultiTurnGSPOConfig(**given), MultiTurnGSPOConfig(**given, importance_sampling_level="turn")
+    for args in (sequences, turns, MultiTurnCISPOConfig(**given)):
+        assert _bounds(args, own_loss=False) == (0.2, 0.2)
+    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1, epsilon_high=0.3), own_loss=False) == (0.1, 0.3)
+    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1), own_loss=False) == (0.1, 0.1)
+    assert _bounds(MultiTurnGRPOConfig(**given, epsilon=0.1), own_loss=True) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(

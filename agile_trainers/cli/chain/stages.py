@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl import DPOConfig, SFTConfig
 
-from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
@@ -141,7 +140,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     shared = mapping(content.get("options"), everything, "`options`")
     lora = read_lora(content.get("lora"), "`lora`")
     stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
-    _check_lora(stages, str(content["model"]), lora)
+    _check_lora(stages, lora)
     for stage in stages:
         if stage.population is not None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -229,21 +228,21 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     )
 
 
-def _check_lora(stages: list[Stage], model: str, lora: LoraConfig | None) -> None:
-    """Reject settings of a stage's own where an adapter is there already, which it would have to extend.
+def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
+    """Reject settings of a stage's own that differ from those of the adapter that an earlier one leaves.
 
     Raises:
         YAMLFileError: For such a stage.
     """
-    adapted = Path(model).is_dir() and find_adapters(model) is not None
+    before: LoraConfig | None = None
     for stage in stages:
-        own = stage.lora is not None and adapted
-        if own and not (stage.merge_lora_configs or stage.options.get("merge_lora_configs")):
+        merges = stage.lora is not None and (stage.merge_lora_configs or stage.options.get("merge_lora_configs"))
+        if before is not None and stage.lora is not None and not merges and stage.lora.to_dict() != before.to_dict():
             raise YAMLFileError(
-                f"stage {stage.name!r}: `lora` differs from the adapter that is there before it. Remove it, or set "
+                f"stage {stage.name!r}: `lora` differs from that of the adapter that is there before it. Remove it, or set "
                 "`merge_lora_configs: true`, with which the adapter is extended."
             )
-        adapted = adapted or (stage.lora or lora) is not None
+        before = None if merges else stage.lora or before or lora
 
 
 def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:

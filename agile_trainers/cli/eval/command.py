@@ -176,15 +176,16 @@ def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
         What to tell of it, in sentences.
     """
     known = {model: found for model in models if (found := recorded_settings(model))}
-    source = next(iter(known), None)
+    source, lost = next(iter(known), None), list[str]()
+    # A class is recorded by its name alone.
+    ids = {form: one for one in options.environment for form in (one.rpartition(":")[2], one)}
+    for model, found in known.items():
+        for option in ("environment_limits", "history"):  # by environment: of those that are played
+            if isinstance(own := found.get(option), dict):
+                found[option] = {ids[name]: value for name, value in own.items() if name in ids} or None
+                if model == source and not found[option]:
+                    lost.append(f"{option} of {', '.join(own)}")
     recorded = {} if source is None else dict(known[source])
-    lost = []
-    for option in ("environment_limits", "history"):  # by environment: of those that are played
-        if isinstance(own := recorded.get(option), dict):
-            # A class is recorded by its name alone.
-            ids = {form: one for one in options.environment for form in (one.rpartition(":")[2], one)}
-            recorded[option] = {ids[name]: value for name, value in own.items() if name in ids} or None
-            lost += [] if recorded[option] else [f"{option} of {', '.join(own)}"]
     defaults = {one.name: one.default for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)}
     del defaults["do_sample"]
     said, changed = [], []
