@@ -1922,7 +1922,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a metric of an environment with a short name is taken for a typo", "trainers/evaluation.py",
-        'if any(name.startswith(f"{one}{environment}_") for one in sets for environment in environments):', "if False:",
+        'if any(name.startswith(f"{one}{environment}_") for one in sets for environment in environments):',
+        "if False:",
         "tests/trainers/test_evaluation.py -k metric_is_chosen",
     ),
     Mutation(
@@ -1956,7 +1957,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a range that cannot be sent costs episodes", "rollout/process_environment.py",
-        "with suppress(EnvironmentProcessError):  # an", "if True:  # an", "tests/evaluation/test_counted.py -k in_a_process",
+        "with suppress(EnvironmentProcessError):  # an", "if True:  # an",
+        "tests/evaluation/test_counted.py -k in_a_process",
     ),
     Mutation(
         "equal settings of a stage are refused", "cli/chain/stages.py",
