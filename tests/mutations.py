@@ -1140,7 +1140,7 @@ MUTATIONS = [
     Mutation(
         "critic frozen by the reference pass", "trainers/trainer.py",
         "self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable", "pass",
-        "tests/trainers/test_ppo.py -k both_adapters_train",
+        "tests/trainers/test_ppo.py -k trainable_after_the_reference",
     ),
     Mutation(
         "recomputation with the wrong adapter", "adapters/roles.py",

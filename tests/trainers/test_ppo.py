@@ -277,10 +277,7 @@ def plain_steps(embedded_model, tmp_path_factory):
     ids=["reference", "non-reentrant", "reentrant", "reference, reentrant", "reference, two epochs"],
 )
 def test_both_adapters_train_in_every_step(embedded_model, tmp_path, plain_steps, beta, checkpointing, epochs):
-    """Reference passes, which leave the critic frozen, and checkpointing included: the gradients are those without.
-
-    With two epochs the critic does not learn while its values are read, which would make it trainable.
-    """
+    """Reference passes, which leave the critic frozen, and checkpointing included: the gradients are those without."""
     trainer, steps = awake_steps(
         embedded_model, tmp_path, beta=beta, num_iterations=epochs, gradient_checkpointing=checkpointing is not None,
         gradient_checkpointing_kwargs=None if checkpointing is None else {"use_reentrant": checkpointing},
@@ -292,6 +289,12 @@ def test_both_adapters_train_in_every_step(embedded_model, tmp_path, plain_steps
             assert relative_error(this, plain) < 1e-5
     # The KL term is the policy's own.
     assert relative_error(of(steps[0], "critic"), of(plain_steps[0], "critic")) < 1e-5
+
+
+def test_a_critic_that_is_read_before_the_update_is_trainable_after_the_reference(embedded_model, tmp_path):
+    """A critic of the last layers does not learn while it is read; the reference's pass leaves it frozen."""
+    _, steps = awake_steps(embedded_model, tmp_path, beta=0.1, critic_layers=1)
+    assert all(any(gradient.any() for name, gradient in step.items() if ".critic" in name) for step in steps)
 
 
 @pytest.mark.parametrize(
