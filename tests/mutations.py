@@ -1928,7 +1928,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a scripted policy's limit ends unrewarded", "envs/scripted_policies.py",
-        "if not over and len(episode.rewards) == max_turns:", "if False:", "tests/envs/test_env_checker.py",
+        "episode.rewards[-1] += validate_end(", 'episode.info["ended"] = validate_end(', "tests/envs/test_env_checker.py",
     ),
     Mutation(
         "the loss of one's own gets advantages of ratios", "config/rules.py",
