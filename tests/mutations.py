@@ -1971,7 +1971,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stream that names no columns has none", "step/task_sampling.py",
-        "dataset.column_names or list(next(iter(dataset), {}))", "dataset.column_names or []",
+        "list(names) if names is not None else list(next(iter(dataset), {}))", "list(names or ())",
         "tests/trainers/test_task_sampling.py -k a_stream_that",
     ),
     Mutation(
@@ -2032,6 +2032,15 @@ MUTATIONS = [
         "a chain's evaluation names environments that are not there", "cli/chain/stages.py",
         'check_names("environment_limits", episodes.environment_limits, environments or [])', "pass",
         "tests/test_cli_chain.py -k said_before",
+    ),
+    Mutation(
+        "an array of objects is told by addresses", "records/plain.py",
+        'elif getattr(getattr(value, "dtype", None), "hasobject", False):', "elif False:",
+        "tests/evaluation/test_comparison.py -k different_rows",
+    ),
+    Mutation(
+        "a judge's function may close over nothing that is made later", "judges/asking.py",
+        "with suppress(ValueError):  # it is", "if True:  # it is", "tests/judges/test_judges.py -k made_later",
     ),
     Mutation(
         "a data set without rows is taken to evaluate on", "trainers/evaluation.py",

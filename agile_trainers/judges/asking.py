@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -239,12 +240,11 @@ def _digest_of(function: Any) -> str:
         function = function.func
     code = getattr(function, "__func__", function)
     owner = getattr(function, "__self__", None if inspect.isroutine(function) else function)
-    cells = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
-    state += [
-        cells,
-        getattr(code, "__defaults__", None),
-        {} if inspect.ismodule(owner) else getattr(owner, "__dict__", {}),
-    ]
+    for cell in getattr(code, "__closure__", None) or ():
+        with suppress(ValueError):  # it is filled later
+            state.append(cell.cell_contents)
+    state.append(getattr(code, "__defaults__", None))
+    state.append({} if inspect.ismodule(owner) else getattr(owner, "__dict__", {}))
     try:
         source = inspect.getsource(code if inspect.isroutine(code) else type(code))
     except (OSError, TypeError):  # of a C function or a console

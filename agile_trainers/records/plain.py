@@ -71,7 +71,12 @@ def content_digest(value: Any, seed: int) -> str:
 
 
 def _content(value: Any) -> str:
-    """Return a text that differs where values do: arrays and images shorten theirs, or have an address in it."""
+    """Return a text that differs where values do, and is equal in each process where they are not."""
+    if isinstance(value, (set, frozenset)):
+        value = sorted(map(_content, value))
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # an array of addresses
+        value = value.tolist()
+    # The text of an array is shortened, and an image's is an address.
     if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):
         data = value if isinstance(value, bytes) else value.tobytes()
         form = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]

@@ -91,6 +91,12 @@ def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> T
     return None
 
 
+def dataset_columns(dataset: Any) -> list[str]:
+    """Return the names of a data set's columns; of a stream that does not know them, those of its first row."""
+    names = getattr(dataset, "column_names", None)
+    return list(names) if names is not None else list(next(iter(dataset), {}))
+
+
 def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | None:
     options = {"task_sampling": adaptive, "resample_zero_advantage_groups": args.resample_zero_advantage_groups > 0}
     used = [f"{name}={getattr(args, name)!r}" for name, on in options.items() if on]
@@ -104,8 +110,8 @@ def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | Non
             "shuffle_dataset=False has no effect with task_sampling='adaptive', which draws the rows. Leave it unset."
         )
     column = args.task_column
-    if column is not None and column not in (names := dataset.column_names or list(next(iter(dataset), {}))):
-        raise ValueError(f"task_column={column!r} is no column of train_dataset; it has {', '.join(names)}.")
+    if column is not None and column not in (there := dataset_columns(dataset)):
+        raise ValueError(f"task_column={column!r} is no column of train_dataset; it has {', '.join(there)}.")
     if not used:
         return None
     number = len(dataset)

@@ -26,6 +26,7 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import Mixture, preserved_random_state, with_names
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.reward import Rewards, not_scored
+from agile_trainers.step.task_sampling import dataset_columns
 from agile_trainers.step.token_batches import within_memory
 
 
@@ -153,7 +154,7 @@ def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
         return dataset
     if isinstance(dataset, dict):
         return {key: kept_columns(args, part, f"{name}[{key!r}]") for key, part in dataset.items()}
-    columns = _columns(dataset)
+    columns = dataset_columns(dataset)
     kept = [column for column in columns if column in _KEPT]
     if not kept:
         raise ValueError(
@@ -199,7 +200,7 @@ def played_columns(train_dataset: Any, eval_dataset: Any, *, evaluates: bool) ->
             raise ValueError(
                 f"{name} has no rows to evaluate on. Pass some, or leave eval_dataset unset: it plays seeds."
             )
-    return {name: [] if dataset is None else _columns(dataset) for name, dataset in played.items()}
+    return {name: [] if dataset is None else dataset_columns(dataset) for name, dataset in played.items()}
 
 
 def with_best_metric(
@@ -261,8 +262,3 @@ def _check_spelling(metric: str, eval_dataset: Any, environments: Sequence[str])
             f"metric_for_best_model={metric!r} is no metric of an evaluation{near} Set it to one of "
             f"{', '.join(map(repr, known))}, or to any other that evaluate() returns, or leave it unset."
         )
-
-
-def _columns(dataset: Any) -> list[str]:
-    names = getattr(dataset, "column_names", None)
-    return list(names) if names is not None else list(next(iter(dataset), {}))

@@ -353,10 +353,11 @@ def test_starts_with_different_images_differ() -> None:
     ("one", "other"),
     [
         (np.zeros(2000), np.eye(1, 2000, 1000)[0]), (np.array([0.1]), np.array([0.1 + 1e-15])),
+        (np.array([[1], [2, 3]], object), np.array([[1], [2, 4]], object)), ({"a", "b", "c"}, {"a", "b", "d"}),
         ([0] * 12_000, [0] * 11_999 + [1]), (b"x" * 20_001, b"x" * 20_000 + b"y"),
         (PIL.new("RGB", (2, 2)), PIL.new("RGB", (2, 2), "red")),
     ],
-    ids=["long array", "close numbers", "long list", "bytes", "images"],
+    ids=["long array", "close numbers", "objects", "sets", "long list", "bytes", "images"],
 )  # fmt: skip
 def test_different_rows_are_different_starts(one: Any, other: Any) -> None:
     """For what counts as the same game, for successes that are kept of a row, and for the number of tasks."""

@@ -390,6 +390,15 @@ def test_functions_of_one_source_that_were_made_otherwise_share_no_answer(made, 
     assert asked(judges[2], episode("a"))[1]["questions"] == 0.0
 
 
+def test_a_function_may_close_over_what_is_made_later(made) -> None:
+    judge = made(lambda messages: later(messages), "r")
+
+    def later(messages: Any) -> Any:
+        return {"reason": "", "score": 0.5}
+
+    assert asked(judge, episode("a"))[0] == [0.5]
+
+
 def test_what_failed_stays_so_in_its_run_and_for_its_episode_alone(made, tmp_path: Path) -> None:
     fake = FakeJudge(lambda body, before: "status 500")
     with serving(fake) as url:
