@@ -979,9 +979,30 @@ MUTATIONS = [
         f"{DRIFT_OPTIONS} -k reinforce_is_exact",
     ),
     Mutation(
-        "the critic learns weighted returns", "algorithms/ppo.py",
-        "advantages = advantages_with()\n", "advantages = advantages_with(weights=turns.weights)\n",
-        f"{DRIFT_OPTIONS} -k ppo_is_exact",
+        "the critic learns from an older policy's episodes as they were played", "algorithms/ppo.py",
+        "if turns.ratios is None:", "if True:", f"{DRIFT_OPTIONS} -k ppo_is_exact",
+    ),
+    Mutation(
+        "a turn's own answer is left out of V-trace", "objectives/returns.py",
+        "torch.where(index >= k, ratios, 1.0)", "torch.where(index > k, ratios, 1.0)", DRIFT,
+    ),
+    Mutation(
+        "V-trace weighs what came before the turn", "objectives/returns.py",
+        "torch.where(index >= k, ratios, 1.0)", "ratios", DRIFT,
+    ),
+    Mutation(
+        "V-trace without the bound on ratios", "step/log_probs.py",
+        "turn_ratios(*sampled)", "turn_ratios(*sampled[:-1])", f"{DRIFT_OPTIONS} -k ppo_is_exact",
+    ),
+    Mutation(
+        "a critic that learns while it is read forgets the ratios", "step/critic.py",
+        "None if fused.weights is None else", "None if True else",
+        "tests/trainers/test_ppo_learned.py -k older_policy",
+    ),
+    Mutation(
+        "a critic that learns while it is read takes the ratios of other rows", "step/critic.py",
+        "fused.weights.rows(rows)", "fused.weights.rows(rows.sort().values)",
+        "tests/trainers/test_ppo_learned.py -k older_policy",
     ),
     Mutation(
         "credit comes before the weights of rewards", "step/batch.py",
@@ -996,7 +1017,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards are weighted without the bound", "step/log_probs.py",
-        "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
+        "decision_weights(*sampled)", "decision_weights(*sampled[:-1])", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
         "a rule of one's own passes for one that weighs", "trainers/trainer.py",

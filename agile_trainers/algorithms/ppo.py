@@ -1,6 +1,5 @@
 """Multi-turn PPO: advantages are generalized advantage estimates over turns, from the values of a critic."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from agile_trainers.config.rules import (
     positive,
     weighs_decisions_with,
 )
-from agile_trainers.objectives.returns import explained_variance, gae
+from agile_trainers.objectives.returns import explained_variance, gae, vtrace_targets
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import TARGETS
 
@@ -132,18 +131,20 @@ class PPO:
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Compute generalized advantage estimates over turns, and the targets of the critic."""
         assert turns.values is not None and turns.final_values is not None
-        advantages_with = functools.partial(
-            gae, turns.rewards, turns.values, turns.final_values, turns.mask, gamma=self.args.gamma,
-            gae_lambda=self.args.gae_lambda, following=turns.following, rewarded=turns.rewarded,
-        )  # fmt: skip
-        advantages = advantages_with()
-        targets = torch.where(turns.mask, advantages + turns.values, 0.0)
+        options = {
+            "gamma": self.args.gamma, "gae_lambda": self.args.gae_lambda, "following": turns.following,
+            "rewarded": turns.rewarded,
+        }  # fmt: skip
+        episodes = (turns.rewards, turns.values, turns.final_values, turns.mask)
+        advantages = gae(*episodes, **options, weights=turns.weights)
+        if turns.ratios is None:
+            targets = torch.where(turns.mask, advantages + turns.values, 0.0)
+        else:
+            targets = vtrace_targets(*episodes, turns.ratios, **options)
         predicted, target = turns.values[turns.mask], targets[turns.mask]
         metrics = {"value/explained_variance": explained_variance(predicted, target)}
         if predicted.numel():
             metrics["value/mean"] = predicted.mean().item()
             metrics["value/error"] = (predicted - target).square().mean().sqrt().item()
             metrics["value/spread"] = target.std(correction=0).item()
-        if turns.weights is not None:  # the critic learns from the episodes as they were played
-            advantages = advantages_with(weights=turns.weights)
         return Credit(advantages, metrics, {TARGETS: targets})

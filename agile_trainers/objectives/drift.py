@@ -11,7 +11,9 @@ al., 2000, "Eligibility traces for off-policy policy evaluation"; per-decision i
 a turn alone leaves the states distributed as under the snapshot, and later answers as the snapshot gave them.
 
 Most weights multiply the loss of a token. The weights per decision are one for each reward of a return, and are applied
-where returns are computed, by :func:`~agile_trainers.objectives.returns.gae`.
+where returns are computed, by :func:`~agile_trainers.objectives.returns.gae`. A critic's targets begin in the turn's own
+state, whatever led there, and need the product of the ratios from that turn on
+(:func:`~agile_trainers.objectives.returns.vtrace_targets`).
 """
 
 from __future__ import annotations
@@ -76,9 +78,31 @@ def decision_weights(
     Returns:
         (B, K) float32. Turns after the last one have its weight.
     """
-    gap = torch.where(mask, log_ratio, 0.0).float()
-    weights = pool_to_turns(gap, turn_ids, turns, "sum").cumsum(dim=1).exp()
+    weights = _turn_log_ratios(log_ratio, mask, turn_ids, turns).cumsum(dim=1).exp()
     return weights if clip_max is None else weights.clamp(max=clip_max)
+
+
+def turn_ratios(
+    log_ratio: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor, turns: int, clip_max: float | None = None
+) -> torch.Tensor:
+    """Compute each turn's own ratio: the product of the ratios of its tokens, for the targets of a critic.
+
+    Args:
+        log_ratio: (B, T), see :func:`decision_weights`.
+        mask: (B, T) bool, the tokens that count.
+        turn_ids: (B, T) int64.
+        turns: K.
+        clip_max: Bound that larger ratios are reduced to. Default: none.
+
+    Returns:
+        (B, K) float32, 1 for turns that did not happen.
+    """
+    ratios = _turn_log_ratios(log_ratio, mask, turn_ids, turns).exp()
+    return ratios if clip_max is None else ratios.clamp(max=clip_max)
+
+
+def _turn_log_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor, turns: int) -> torch.Tensor:
+    return pool_to_turns(torch.where(mask, log_ratio, 0.0).float(), turn_ids, turns, "sum")
 
 
 def effective_sample_size(log_weights: torch.Tensor) -> float:

@@ -140,6 +140,50 @@ def gae(
     return advantages
 
 
+def vtrace_targets(
+    turn_rewards: torch.Tensor,
+    values: torch.Tensor,
+    final_values: torch.Tensor,
+    turn_mask: torch.Tensor,
+    ratios: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    following: torch.Tensor | None = None,
+    rewarded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the critic's targets from episodes of another policy, over turns (V-trace: Espeholt et al., 2018, eq. 1).
+
+    ``V(s_k) + sum over j >= k of (gamma * lambda)^(j-k) * ratios[k] * ... * ratios[j] * delta_j``, with the deltas of
+    :func:`gae`. Without a bound on the ratios its expectation, of the other policy's episodes that reach ``s_k``, is that of
+    the lambda return of the policy's own. With all ratios 1 it is the lambda return. On paths the weights of :func:`gae` are
+    products of the ratios from turn k on.
+
+    Args:
+        turn_rewards: (B, K).
+        values: (B, K), see :func:`gae`.
+        final_values: (B,).
+        turn_mask: (B, K) bool.
+        ratios: (B, K), of :func:`~agile_trainers.objectives.drift.turn_ratios`. A bound on them is both of V-trace's.
+        gamma: Discount per turn, in [0, 1].
+        gae_lambda: Lambda per turn, in [0, 1].
+        following: (B, K) int64. Default: k + 1.
+        rewarded: (B, K) int64. Default: k.
+
+    Returns:
+        (B, K), 0 where no turn happened.
+    """
+    index, targets = torch.arange(values.size(1), device=values.device), torch.zeros_like(values)
+    for k in range(values.size(1)):
+        weights = torch.where(index >= k, ratios, 1.0).cumprod(dim=1)
+        surprise = gae(
+            turn_rewards, values, final_values, turn_mask, gamma=gamma, gae_lambda=gae_lambda, following=following,
+            rewarded=rewarded, weights=weights,
+        )  # fmt: skip
+        targets[:, k] = values[:, k] + surprise[:, k]
+    return torch.where(turn_mask, targets, 0.0)
+
+
 def _gae_on_paths(
     rewards: torch.Tensor,
     values: torch.Tensor,

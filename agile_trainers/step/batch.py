@@ -16,7 +16,7 @@ from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.objectives.drift import DECISION
 from agile_trainers.objectives.ratios import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
-from agile_trainers.step.credit import Credit, CreditAssignment, Judged
+from agile_trainers.step.credit import Credit, CreditAssignment, Judged, TurnWeights
 from agile_trainers.step.critic import Critic, CriticValues, NoCritic
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.log_probs import (
@@ -224,8 +224,9 @@ class BatchMaker:
         log_probs = self.log_probs(models, batch, played.version, first_is_one) if args.beta != 0.0 or weighs else None
         if log_probs is not None and args.kl_placement != "loss":
             self._add_metrics(penalize(batch, log_probs, args, self._accelerator))
-        read = self.critic.read(models.policy, batch, trained_tokens(batch, args), step, first_is_one=first_is_one)
-        judged, credit = self.assign(played, read, weights_of_turns(args, batch, log_probs))
+        weights, trained = weights_of_turns(args, batch, log_probs), trained_tokens(batch, args)
+        read = self.critic.read(models.policy, batch, trained, step, first_is_one=first_is_one, weights=weights)
+        judged, credit = self.assign(played, read, weights)
         own = credit.local(own_rows(self._accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         log_probs = log_probs or self.log_probs(models, batch, played.version, first_is_one, own.advantages)
         output = self.finish(batch, own, log_probs, read)
@@ -279,7 +280,7 @@ class BatchMaker:
         return lambda: self._passes.of_some(models, batch, counted), playing
 
     def assign(
-        self, played: PlayedGroups, read: CriticValues | None, weights: torch.Tensor | None = None
+        self, played: PlayedGroups, read: CriticValues | None, weights: TurnWeights | None = None
     ) -> tuple[Judged, Credit]:
         """Assign the credit of all processes, before TRL shuffles rows."""
         judged = played.judged  # unless values, a penalty or weights changed what it was computed from

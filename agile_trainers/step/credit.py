@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,19 @@ from accelerate import Accelerator
 from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage, zero_advantage_groups
 from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.types import TurnBatch
+
+
+class TurnWeights(NamedTuple):
+    """Weights (B, K) of turns that an earlier policy played, with ``drift_correction="decision_truncate"``."""
+
+    rewards: torch.Tensor
+    """Of each turn's reward; see :func:`~agile_trainers.objectives.drift.decision_weights`."""
+    ratios: torch.Tensor
+    """Of each turn's answer alone; see :func:`~agile_trainers.objectives.drift.turn_ratios`."""
+
+    def rows(self, index: torch.Tensor) -> TurnWeights:
+        """Select some episodes."""
+        return TurnWeights(self.rewards[index], self.ratios[index])
 
 
 @dataclass
@@ -47,6 +60,9 @@ class CreditInputs:
     """(B, K), weight of each turn's reward in episodes that an earlier policy played, with
     ``drift_correction="decision_truncate"``; see :func:`~agile_trainers.objectives.returns.gae`. A rule that applies them
     declares ``weighs_decisions``. None: all are 1."""
+    ratios: torch.Tensor | None = None
+    """(B, K), the ratio of each turn's answer alone, with ``weights``; see
+    :func:`~agile_trainers.objectives.returns.vtrace_targets`."""
     demonstrations: torch.Tensor | None = None
     """(B,) bool, the episodes of an expert. A rule is applied twice: to all episodes, for the advantages of these, and to
     the policy's own, with these as if they had failed. None: there are none."""
@@ -113,7 +129,7 @@ class CreditAssignment:
         batch: TurnBatch,
         values: torch.Tensor | None = None,
         final_values: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
+        weights: TurnWeights | None = None,
     ) -> Judged:
         """Apply the credit rule.
 
@@ -121,7 +137,7 @@ class CreditAssignment:
             batch: The episodes of this process, before TRL shuffles rows.
             values: (B, K), of a critic.
             final_values: (B,), of a critic.
-            weights: (B, K), of episodes of an earlier policy.
+            weights: Of episodes of an earlier policy.
         """
         turns = gather_turns(batch, self._accelerator, values, final_values, weights)
         credit, args, demonstrated = self._rule(turns.own()), self._args, None
@@ -159,7 +175,10 @@ class CreditAssignment:
 
 
 def own_turns(
-    batch: TurnBatch, values: torch.Tensor | None = None, final_values: torch.Tensor | None = None
+    batch: TurnBatch,
+    values: torch.Tensor | None = None,
+    final_values: torch.Tensor | None = None,
+    weights: TurnWeights | None = None,
 ) -> CreditInputs:
     """Make the input of a credit rule from the turns of this process alone.
 
@@ -167,6 +186,7 @@ def own_turns(
         batch: Its episodes.
         values: (B, K), of a critic.
         final_values: (B,), of a critic.
+        weights: Of episodes of an earlier policy.
     """
     lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
     mask = batch.turn_mask & ~batch.failed[:, None]
@@ -181,6 +201,8 @@ def own_turns(
         final_values=final_values,
     )
     inputs.demonstrations = batch.demonstrations
+    if weights is not None:
+        inputs.weights, inputs.ratios = weights
     if batch.path_ids is not None:
         inputs.linear, inputs.following, inputs.rewarded = batch.linear, batch.following, batch.rewarded
     return inputs
@@ -191,7 +213,7 @@ def gather_turns(
     accelerator: Accelerator,
     values: torch.Tensor | None = None,
     final_values: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    weights: TurnWeights | None = None,
 ) -> CreditInputs:
     """Gather the turns of all processes, before TRL shuffles rows.
 
@@ -200,7 +222,7 @@ def gather_turns(
         accelerator: The trainer's.
         values: (B, K), of a critic.
         final_values: (B,), of a critic.
-        weights: (B, K), of episodes of an earlier policy.
+        weights: Of episodes of an earlier policy.
     """
     own, last = own_turns(batch), batch.turn_mask.size(1)
     # "None" is K of this process until the processes agree on one K; -1 stands for it meanwhile.
@@ -226,7 +248,9 @@ def gather_turns(
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)
     if weights is not None:
-        inputs.weights = accelerator.gather(accelerator.pad_across_processes(weights, dim=1))
+        inputs.weights, inputs.ratios = (
+            accelerator.gather(accelerator.pad_across_processes(one, dim=1)) for one in weights
+        )
     return inputs
 
 

@@ -23,7 +23,7 @@ from agile_trainers.objectives.returns import token_gae, value_errors
 from agile_trainers.objectives.segments import first_tokens, pool_to_turns, spread_to_tokens, turn_lengths
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
-from agile_trainers.step.credit import Credit, CreditInputs, own_turns
+from agile_trainers.step.credit import Credit, CreditInputs, TurnWeights, own_turns
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows, paths_of
@@ -63,6 +63,8 @@ class _FusedUpdate:
     targets_of: TargetsOf
     turns: torch.Tensor
     """Turns of the optimizer step."""
+    weights: TurnWeights | None
+    """Of episodes of an earlier policy."""
 
 
 def _origin(batch: TurnBatch | TrainBatch) -> int:
@@ -111,7 +113,7 @@ class NoCritic:
     def restore(self, model: Any, folder: Path) -> None:
         """Leave everything as it is."""
 
-    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, first_is_one: bool) -> None:
+    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, **_: Any) -> None:
         """Return None: there are no values."""
 
     def spread(self, credit: Credit, read: CriticValues | None, batch: TurnBatch) -> torch.Tensor:
@@ -203,7 +205,14 @@ class Critic:
     # ------------------------------------------------------------------------------------------------------ credit
 
     def read(
-        self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, first_is_one: bool
+        self,
+        model: Any,
+        batch: TurnBatch,
+        trained: torch.Tensor,
+        step: int,
+        *,
+        first_is_one: bool,
+        weights: TurnWeights | None = None,
     ) -> CriticValues:
         """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities.
 
@@ -217,6 +226,7 @@ class Critic:
             step: Number of micro-steps before.
             first_is_one: True if the first pass over the generation batch is one optimizer step, before which the critic
                 does not change.
+            weights: Of episodes of an earlier policy.
         """
         by_token = self._by_token(batch)
         # An episode of several paths may be read in several passes, and its targets need the values of all.
@@ -225,7 +235,7 @@ class Critic:
         if self.learned:
             assert self._targets_of is not None
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
-            fused = _FusedUpdate(trained, self._targets_of, (lengths > 0).sum())
+            fused = _FusedUpdate(trained, self._targets_of, (lengths > 0).sum(), weights)
             self.unfreeze(model)
             return self._token_batches.fitting(lambda: self._read(model, batch, by_token, fused))
         with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
@@ -279,7 +289,8 @@ class Critic:
     def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, fused: _FusedUpdate) -> None:
         """Accumulate the gradient of the value loss of some rows, as their micro-batch would in the update."""
         own = batch.rows(rows)
-        targets = fused.targets_of(own_turns(own, found.turn_values.detach(), found.final_values.detach()))
+        drift = None if fused.weights is None else fused.weights.rows(rows)
+        targets = fused.targets_of(own_turns(own, found.turn_values.detach(), found.final_values.detach(), drift))
         weights, targets = self._weigh(fused.trained[rows], targets, own, found.by_token)
         errors, _ = value_errors(found.values, found.values.detach(), targets, self._args.value_clip_range)
         total = torch.where(weights > 0, errors * weights, 0.0).sum()

@@ -12,9 +12,10 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters.roles import REFERENCE
-from agile_trainers.objectives.drift import DECISION, decision_weights, drift_metrics, drift_weights
+from agile_trainers.objectives.drift import DECISION, decision_weights, drift_metrics, drift_weights, turn_ratios
 from agile_trainers.objectives.mismatch import importance_weights, mismatch_metrics
 from agile_trainers.packing.packer import Packer, batch_images, kept_of
+from agile_trainers.step.credit import TurnWeights
 from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
@@ -162,7 +163,7 @@ class LogProbPasses:
 # ---------------------------------------------------------------------------------------------------------------- drift
 
 
-def weights_of_turns(args: Any, batch: TurnBatch, log_probs: BatchLogProbs | None) -> torch.Tensor | None:
+def weights_of_turns(args: Any, batch: TurnBatch, log_probs: BatchLogProbs | None) -> TurnWeights | None:
     """Weigh the rewards of a batch that an earlier policy played, per decision.
 
     The products run over every token that was sampled, also of episodes that ``mask_truncated_completions`` leaves out: what
@@ -174,13 +175,14 @@ def weights_of_turns(args: Any, batch: TurnBatch, log_probs: BatchLogProbs | Non
         log_probs: Their log-probabilities, of all rows.
 
     Returns:
-        (B, K); None without this correction, and where the policy itself played.
+        None without this correction, and where the policy itself played.
     """
     if args.drift_correction != DECISION or log_probs is None or log_probs.snapshot is None:
         return None
     assert log_probs.old is not None
     log_ratio, turns = log_probs.old - log_probs.snapshot, batch.turn_mask.size(1)
-    return decision_weights(log_ratio, batch.valid_mask, batch.turn_ids, turns, args.drift_clip_max)
+    sampled = (log_ratio, batch.valid_mask, batch.turn_ids, turns, args.drift_clip_max)
+    return TurnWeights(decision_weights(*sampled), turn_ratios(*sampled))
 
 
 def corrected_drift(

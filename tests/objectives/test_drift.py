@@ -21,9 +21,10 @@ from agile_trainers.objectives.drift import (
     drift_metrics,
     drift_weights,
     effective_sample_size,
+    turn_ratios,
 )
 from agile_trainers.objectives.mismatch import MODES, importance_weights
-from agile_trainers.objectives.returns import discounted_returns, gae
+from agile_trainers.objectives.returns import discounted_returns, gae, vtrace_targets
 from agile_trainers.objectives.segments import spread_to_tokens
 
 EXACT = 1e-6
@@ -221,6 +222,53 @@ def test_a_turn_weighs_its_surprise():
     torch.testing.assert_close(found, expected)
 
 
+def test_ratios_of_turns_by_hand():
+    found = turn_ratios(RATIOS.log(), MASK, TURN_IDS, 3)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 8.0, 1.0], [0.25, 0.5, 1.0]]))
+    assert found.dtype == torch.float32
+    found = turn_ratios(RATIOS.log(), MASK, TURN_IDS, 2, clip_max=3.0)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 3.0], [0.25, 0.5]]))
+
+
+def test_targets_of_an_older_policy_by_hand():
+    """Two turns that earn 1 and 2 where 7 and 4 were expected; the answers are 2 and 3 times as likely now."""
+    rewards, values = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[7.0, 4.0, 5.0]])
+    happened, ratios = torch.tensor([[True, True, False]]), torch.tensor([[2.0, 3.0, 8.0]])
+    found = vtrace_targets(rewards, values, torch.tensor([0.5]), happened, ratios, gamma=0.5, gae_lambda=0.8)
+    second = 3 * (2 + 0.5 * 0.5 - 4)
+    first = 2 * ((1 + 0.5 * 4 - 7) + 0.5 * 0.8 * second)
+    torch.testing.assert_close(found, torch.tensor([[7 + first, 4 + second, 0.0]]))
+
+
+@every_tree
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.8, 0.6)])
+def test_targets_are_those_of_the_policy_that_learns(program, seed, gamma, gae_lambda):
+    """Over all that the snapshot does after a state, they are prox's own lambda returns; at lambda 1 its returns."""
+    drift = drawn(program, seed)
+    prox, snapshot, none = drift.prox, drift.snapshot, torch.zeros(len(drift.mask)).double()
+    values = prox.table(lambda call, k, _: len(call.prompt) / 3 - k).double()
+    options = {"gamma": gamma, "gae_lambda": gae_lambda}
+    ratios = turn_ratios(drift.log_ratio, drift.mask, drift.turn_ids, drift.turns)
+    found = vtrace_targets(prox.rewards, values, none, prox.mask, ratios.double(), **options)
+    plain = gae(prox.rewards, values, none, prox.mask, **options) + values
+    earned = discounted_returns(prox.rewards, prox.mask, gamma)
+    wrong = 0.0
+    for k in range(drift.turns):
+        states = [calls[k].prompt if k < len(calls) else None for calls in prox.calls]
+        for state in {*states} - {None}:
+            there = torch.tensor([one == state for one in states]).double()
+            ours, theirs = (there * one.probabilities.detach() for one in (prox, snapshot))
+            expected = (ours / ours.sum() * plain[:, k]).sum().item()
+            assert (theirs / theirs.sum() * found[:, k]).sum().item() == pytest.approx(expected, abs=EXACT)
+            if gae_lambda == 1.0:
+                assert expected == pytest.approx((ours / ours.sum() * earned[:, k]).sum().item(), abs=EXACT)
+            wrong = max(wrong, abs((theirs / theirs.sum() * plain[:, k]).sum().item() - expected))
+    assert wrong > 0.02
+    assert torch.equal(found[~prox.mask], torch.zeros((~prox.mask).sum()).double())
+    same = vtrace_targets(prox.rewards, values, none, prox.mask, torch.ones_like(values), **options)
+    torch.testing.assert_close(same, torch.where(prox.mask, plain, 0.0))
+
+
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
     "following", [None, [[1, 2, 3]] * 2, [[2, 3, 3], [3, 3, 3]]], ids=["next", "named", "skipping"]
@@ -242,6 +290,29 @@ def test_weights_of_paths(gae_lambda, following):
             total += gamma ** (end - k) * weighted[row, end - 1] * value - weighted[row, k] * values[row, k]
             expected[k] = total + (gamma ** (j - k) * gae_lambda * expected[j] if goes_on else 0.0)
         assert found[row].tolist() == pytest.approx([float(one) for one in expected[:3]])
+
+
+@pytest.mark.parametrize("following", [[[1, 2, 3]] * 2, [[2, 3, 3], [3, 3, 3]]], ids=["named", "skipping"])
+def test_targets_of_paths(following):
+    """By the definition: rewards up to the next call on the path, its value, and what that one's target differs by."""
+    values, gamma, gae_lambda = torch.tensor([[7.0, 4.0, 5.0], [1.0, -2.0, 0.5]]).double(), 0.9, 0.6
+    rewards, ratios = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double(), RATIOS[:, :3].double()
+    final, happened = torch.tensor([3.0, 0.0]).double(), torch.tensor([[True] * 3, [True, True, False]])
+    found = vtrace_targets(
+        rewards, values, final, happened, ratios, gamma=gamma, gae_lambda=gae_lambda, following=torch.tensor(following)
+    )
+    for row, count in enumerate((3, 2)):
+        expected = [0.0] * 4
+        for k in reversed(range(count)):
+            j, own = following[row][k], ratios[row].tolist()
+            end = min(j, count)
+            total = sum(gamma ** (i - k) * math.prod(own[k : i + 1]) * float(rewards[row, i]) for i in range(k, end))
+            value, trace = float(values[row, j] if j < count else final[row]), math.prod(own[k:end])
+            total += gamma ** (end - k) * trace * value - own[k] * float(values[row, k])
+            if j < count:
+                total += gamma ** (j - k) * gae_lambda * trace * (expected[j] - value)
+            expected[k] = float(values[row, k]) + total
+        assert found[row].tolist() == pytest.approx(expected[:3])
 
 
 def test_a_group_of_equal_returns_has_no_advantage():

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "objectives"))
 from drifting import Drift, three_turns, two_turns
 from forests import error
 
-from agile_trainers.objectives.drift import CORRECTIONS
-from agile_trainers.objectives.returns import discounted_returns, gae
+from agile_trainers.objectives.drift import CORRECTIONS, turn_ratios
+from agile_trainers.objectives.returns import discounted_returns, gae, vtrace_targets
 from agile_trainers.step.critic import CriticValues, NoCritic
 from agile_trainers.step.log_probs import BatchLogProbs
 from agile_trainers.step.play import PlayedGroups
@@ -224,8 +224,18 @@ def test_ppo_is_exact(stepped: Made, program: Any, gamma: float, gae_lambda: flo
     if gamma == gae_lambda == 1.0:
         assert error(expected, drift.prox.exact) < EXACT
     assert error(one.expected(), expected) < EXACT
-    targets = one.columns(torch.arange(len(values))).turn_columns["value_targets"]
-    assert torch.allclose(targets.double(), (on_policy + values) * drift.prox.mask, atol=1e-5)
+    for bound in (None, 1.2):
+        one.trainer.args.drift_clip_max = bound
+        found = one.columns(torch.arange(len(values))).turn_columns["value_targets"]
+        ratios = turn_ratios(drift.log_ratio, drift.mask, drift.turn_ids, drift.turns, bound)
+        assert (ratios > 1.15).any() and (ratios < 0.8).any()
+        targets = vtrace_targets(
+            drift.prox.rewards, values, none, drift.prox.mask, ratios, gamma=gamma, gae_lambda=gae_lambda
+        )
+        assert torch.allclose(found.double(), targets, atol=1e-5)
+    one.trainer.args.drift_correction = "turn_truncate"
+    found = one.columns(torch.arange(len(values))).turn_columns["value_targets"]
+    assert torch.allclose(found.double(), (on_policy + values) * drift.prox.mask, atol=1e-5)
 
 
 def test_a_discount_is_that_of_the_returns(stepped: Made) -> None:

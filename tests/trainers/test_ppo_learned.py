@@ -66,6 +66,24 @@ def test_gradients_and_metrics_are_those_of_a_second_pass(embedded_model, tmp_pa
     assert ours["value/loss"] > 0.01 and ours["value/error"] > 0.1
 
 
+def test_targets_of_an_older_policy_are_those_of_a_second_pass(embedded_model, tmp_path, monkeypatch):
+    """With a batch ahead, whose targets need the ratios of its rows: the weights after four updates."""
+    found, learned = [], []
+    for name in ("second pass", "one pass"):
+        options = {"batches_ahead": 1, "drift_correction": "decision_truncate", "max_steps": 4, "learning_rate": 0.03}
+        trainer = make_ppo(embedded_model, tmp_path / name, **options)
+        wake(trainer)
+        with monkeypatch.context() as patch:
+            if not found:
+                patch.setattr(Critic, "_learns_from", lambda self, model, step: False)
+            rules = trainer.critic._targets_of
+            trainer.critic._targets_of = lambda turns, rules=rules: learned.append(turns.ratios) or rules(turns)
+            trainer.train()
+        found.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad})
+    assert any(ratios is not None and (ratios - 1).abs().max() > 0.05 for ratios in learned)
+    assert relative_error(*found) < 1e-5
+
+
 def test_passes_that_do_not_fit_are_made_smaller(embedded_model, tmp_path):
     """Also where memory runs out in a backward pass, after others: every row counts once."""
     gradients, fails = Gradients(), []
