@@ -941,7 +941,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a turn's own ratio for the product up to it", "objectives/drift.py",
-        '"sum").cumsum(dim=1).exp()', '"sum").exp()', DRIFT,
+        "turns).cumsum(dim=1).exp()", "turns).exp()", DRIFT,
     ),
     Mutation(
         "returns of another policy without their weights", "objectives/returns.py",
@@ -1030,12 +1030,12 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of rewards stay on their process", "step/credit.py",
-        "accelerator.gather(accelerator.pad_across_processes(weights, dim=1))", "weights",
+        "accelerator.gather(accelerator.pad_across_processes(one, dim=1)) for one in weights", "one for one in weights",
         "tests/trainers/test_two_processes.py -k ahead",
     ),
     Mutation(
         "tokens that do not count in the products", "objectives/drift.py",
-        "gap = torch.where(mask, log_ratio, 0.0).float()", "gap = log_ratio.float()", DRIFT,
+        "torch.where(mask, log_ratio, 0.0).float()", "log_ratio.float()", DRIFT,
     ),
     Mutation(
         "weights per decision without their bound", "objectives/drift.py",

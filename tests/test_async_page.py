@@ -35,7 +35,7 @@ def report(words: list[str], machine: str, model: Path, folder: Path, capsys: py
     return said
 
 
-@pytest.mark.parametrize(("words", "machine"), zip(COMMANDS, MACHINES, strict=True), ids=["1", "2", "8"])
+@pytest.mark.parametrize(("words", "machine"), [*zip(COMMANDS, MACHINES, strict=True)], ids=["1", "2", "8"])
 def test_each_command_is_planned(
     words: list[str], machine: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +44,7 @@ def test_each_command_is_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "machine"), zip(COMMANDS, MACHINES, strict=True), ids=["1", "2", "8"])
+@pytest.mark.parametrize(("words", "machine"), [*zip(COMMANDS, MACHINES, strict=True)], ids=["1", "2", "8"])
 def test_the_servers_hold_what_the_page_says(
     words: list[str], machine: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,9 +19,9 @@ class TurnWeights(NamedTuple):
     """Weights (B, K) of turns that an earlier policy played, with ``drift_correction="decision_truncate"``."""
 
     rewards: torch.Tensor
-    """Of each turn's reward; see :func:`~agile_trainers.objectives.drift.decision_weights`."""
+    """Weights of rewards; see :func:`~agile_trainers.objectives.drift.decision_weights`."""
     ratios: torch.Tensor
-    """Of each turn's answer alone; see :func:`~agile_trainers.objectives.drift.turn_ratios`."""
+    """Ratios of single answers; see :func:`~agile_trainers.objectives.drift.turn_ratios`."""
 
     def rows(self, index: torch.Tensor) -> TurnWeights:
         """Select some episodes."""

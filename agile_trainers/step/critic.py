@@ -64,7 +64,7 @@ class _FusedUpdate:
     turns: torch.Tensor
     """Turns of the optimizer step."""
     weights: TurnWeights | None
-    """Of episodes of an earlier policy."""
+    """Weights of episodes that an earlier policy played."""
 
 
 def _origin(batch: TurnBatch | TrainBatch) -> int:

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+
+pytest.importorskip("gymnasium", reason="Gymnasium is not installed: pip install 'agile-trainers[envs]'")
+
 from hostile_images import HOSTILE
 from showing import ROWS, SIZES, AsyncBrowser, Browser, call, noise, screens, screenshot, tools
 

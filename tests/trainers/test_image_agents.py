@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 from checkpointed_runs import check_resumed
 from games import make_trainer
 from image_episodes import CLIENTS, TURNS, saved, screenshots, train_on_screenshots, value_of
@@ -71,7 +71,7 @@ def ask_plainly(model: Any, task: Any) -> float:
         image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shot}"}}
         messages.append({"role": "user", "content": [image]})
         body = {"model": model.name, "messages": messages}
-        answer = requests.post(f"{model.base_url}/chat/completions", json=body, headers=headers, timeout=60).json()
+        answer = httpx.post(f"{model.base_url}/chat/completions", json=body, headers=headers, timeout=60).json()
         messages.append(answer["choices"][0]["message"])
     return value_of(messages[-1]["content"])
 

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 from clients import Client, echo
 from hostile_images import HOSTILE, file_of
 
@@ -182,10 +182,10 @@ def test_a_hostile_request_costs_the_request_and_an_agent_without_an_answer_its_
     refusals = []
 
     def solve(model: Any, task: Any) -> float:
-        def post(data: bytes) -> requests.Response:
+        def post(data: bytes) -> httpx.Response:
             body = {"model": model.name, "messages": [user("look", data)]}
             headers = {"Authorization": f"Bearer {model.api_key}"}
-            return requests.post(f"{model.base_url}/chat/completions", json=body, headers=headers, timeout=60)
+            return httpx.post(f"{model.base_url}/chat/completions", json=body, headers=headers, timeout=60)
 
         hostile = post(HOSTILE["bomb"][0]())
         refusals.append((hostile.status_code, hostile.headers["x-should-retry"], hostile.json()["error"]["message"]))
