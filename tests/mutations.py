@@ -980,7 +980,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the critic learns from an older policy's episodes as they were played", "algorithms/ppo.py",
-        "if turns.ratios is None:", "if True:", f"{DRIFT_OPTIONS} -k ppo_is_exact",
+        "if turns.ratios is not None:", "if False:", f"{DRIFT_OPTIONS} -k ppo_is_exact",
     ),
     Mutation(
         "a turn's own answer is left out of V-trace", "objectives/returns.py",
@@ -989,6 +989,36 @@ MUTATIONS = [
     Mutation(
         "V-trace weighs what came before the turn", "objectives/returns.py",
         "torch.where(index >= k, ratios, 1.0)", "ratios", DRIFT,
+    ),
+    Mutation(
+        "names of words are secrets", "checkpoints/disclosure.py",
+        '_NO_WORDS = r"(?!', '_NO_WORDS = r"(?!x', "tests/trainers/test_secrets.py -k words",
+    ),
+    Mutation(
+        "keys of a few words are none", "checkpoints/disclosure.py",
+        "[A-Z]?[a-z]{0,15}\\d{0,3}(?![\\w\\-+/=~]))", "[A-Z]?[a-z]{0,15}\\d{0,3})",
+        "tests/trainers/test_secrets.py -k keys_beside",
+    ),
+    Mutation(
+        "special tokens are secrets", "checkpoints/disclosure.py",
+        "(?!<\\|)", "", "tests/trainers/test_secrets.py -k words",
+    ),
+    Mutation(
+        "processors stay at home", "checkpoints/disclosure.py",
+        ' "*processor_config.json",', "", "tests/trainers/test_image_runs.py -k pushed",
+    ),
+    Mutation(
+        "private values beside a model that is saved elsewhere", "checkpoints/record.py",
+        "and folder.resolve() == Path(self._args.output_dir).resolve()", "",
+        "tests/trainers/test_secrets.py -k what_a_run_writes",
+    ),
+    Mutation(
+        "processes share the name of an unfinished image", "records/writer.py",
+        'replacing(path, f"-rank{self._rank}")', "replacing(path)", "tests/rollout/test_images.py -k at_once",
+    ),
+    Mutation(
+        "an unfinished image counts", "records/writer.py",
+        "if path.suffix != PARTIAL:", "if True:", "tests/rollout/test_images.py -k at_once",
     ),
     Mutation(
         "V-trace without the bound on ratios", "step/log_probs.py",

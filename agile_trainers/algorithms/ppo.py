@@ -137,9 +137,8 @@ class PPO:
         }  # fmt: skip
         episodes = (turns.rewards, turns.values, turns.final_values, turns.mask)
         advantages = gae(*episodes, **options, weights=turns.weights)
-        if turns.ratios is None:
-            targets = torch.where(turns.mask, advantages + turns.values, 0.0)
-        else:
+        targets = torch.where(turns.mask, advantages + turns.values, 0.0)
+        if turns.ratios is not None:
             targets = vtrace_targets(*episodes, turns.ratios, **options)
         predicted, target = turns.values[turns.mask], targets[turns.mask]
         metrics = {"value/explained_variance": explained_variance(predicted, target)}

@@ -41,7 +41,7 @@ MODEL_FILES = (
 )  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
+    "additional_chat_templates/*.jinja", "*processor_config.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
 """Files of a further adapter, in its subfolder."""
@@ -87,24 +87,28 @@ _NAMES = (
     r"(?:api|access|private|account)[_\-]?key|token|secret|passw(?:or)?d|passphrase|pwd|auth|authorization|bearer|cookie"
     r"|credential"
 )
+_NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]))"
+"""What follows is not made of words, as the names of environments and models are (``key-door-v2``)."""
 _FORMS = (
     # Each is tried at every place of a text: none may read far ahead from many places, or long texts take hours.
     # Keys with the prefixes that services give them.
-    r"\bhf_[A-Za-z0-9]{16,}", r"\b[srp]k[-_][\w\-]{16,}", r"\bgh[pousr]_[A-Za-z0-9]{16,}", r"\bgithub_pat_\w{16,}",
+    r"\bhf_[A-Za-z0-9]{16,}", rf"\b[srp]k[-_]{_NO_WORDS}[\w\-]{{16,}}", r"\bgh[pousr]_[A-Za-z0-9]{16,}",
+    r"\bgithub_pat_\w{16,}",
     r"\bgl[a-z]{2,4}-[\w\-]{16,}", r"\bxox[a-z]-[\w\-]{8,}", r"\bxapp-[\w\-]{8,}", r"\bA(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",
     r"\bAIza[\w\-]{20,}", r"\bya29\.[\w\-.]{16,}", r"\bGOCSPX-[\w\-]{16,}", r"\bnpm_[A-Za-z0-9]{16,}", r"\bpypi-[\w\-]{16,}",
     r"\bdo[opr]_v1_[a-f0-9]{16,}", r"\bSG\.[\w\-]{8,}\.[\w\-]{8,}", r"\bwhsec_[\w+/=]{16,}", r"\bdapi[a-f0-9]{16,}",
-    r"\b(?:gsk|r8|shp[a-z]{2}|lin_api|secret|fig[dm]|ntn|sq0[a-z]{3}|nvapi|pcsk|tgp_v1|key)[-_][\w\-]{16,}",
+    r"\b(?:gsk|r8|shp[a-z]{2}|lin_api|secret|fig[dm]|ntn|sq0[a-z]{3}|nvapi|pcsk|tgp_v1|key)[-_]"
+    rf"{_NO_WORDS}[\w\-]{{16,}}",
     r"\bSK[a-f0-9]{32}\b", r"\bAGE-SECRET-KEY-1[A-Z0-9]{16,}", r"\bhvs\.[\w\-]{16,}", r"\b\d{8,10}:[\w\-]{30,}",
     r"(?<=hooks\.slack\.com/services/)[\w/]{8,}", r"(?<=/api/webhooks/)[\w/\-]{8,}",
     # JSON Web Tokens, private keys, the user part of an address, headers.
     r"(?<![\w\-])eyJ[\w\-]{6,}\.[\w\-]{6,}(?:\.[\w\-]*)?", r"(?<=://)[^/@\s\"']+(?=@)",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    r"(?P<header>\b(?i:bearer|basic)\s+)[\w+/=.~\-]{12,}",
+    rf"(?P<header>\b(?i:bearer|basic)\s+){_NO_WORDS}[\w+/=.~\-]{{12,}}",
     # Parameters of an address, and values of at least eight characters as JSON, YAML and shells write them, by their name.
     r"(?P<parameter>[?&;][\w\-]*(?i:key|token|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)s?=)[^\s&\"'<>]+",
     r"(?P<name>(?i:" + _NAMES + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
-    r"(?:(?P<quote>\\?[\"'])[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
+    r"(?:(?P<quote>\\?[\"'])(?!<\|)[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
 )  # fmt: skip
 _SECRET = re.compile("|".join(_FORMS), re.DOTALL)
 _NAMED = re.compile(rf"(?![a-z]{{3,5}}_token$)[\w\-.]*(?:{_NAMES})s?", re.IGNORECASE)

@@ -361,7 +361,8 @@ class HubPushes:
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
         """Collect the files to push: those of the model in ``folder``, or of the whole checkpoint under another path."""
         output_dir = Path(self._args.output_dir)
-        vocabulary = getattr(self._trainer.processing_class, "vocab_files_names", {}).values()
+        processing = self._trainer.processing_class
+        vocabulary = getattr(getattr(processing, "tokenizer", processing), "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
         if path_in_repo is not None:
             patterns += [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in ADAPTER_FILES]

@@ -385,7 +385,8 @@ class RunCheckpoints:
     def describe(self, folder: Path) -> None:
         """Write the record into a folder that gets the model."""
         write_json(folder / RECORD, self.record())
-        if self.building is None:
+        # Beside the run alone: a folder elsewhere may be one that is published.
+        if self.building is None and folder.resolve() == Path(self._args.output_dir).resolve():
             note_private(folder, self._environment, recorded_options(self._args))
 
     def can_load(self, best: Path) -> bool:

@@ -72,7 +72,8 @@ def row_values(logs: Mapping[str, Any], *, wide: bool = False) -> tuple[dict[str
     """
     if "train_runtime" in logs:  # the summary at the end
         return {}, ""
-    name = next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), "")
+    ended = (key.removesuffix("_runtime") for key in logs if key.endswith("_runtime"))
+    name = "" if "learning_rate" in logs else next(ended, "")  # an update has metrics of any name
     if name:
         logs = {key.removeprefix(f"{name}_"): value for key, value in logs.items() if key.startswith(f"{name}_")}
     found: dict[str, float] = {}

@@ -154,10 +154,13 @@ class RolloutLog(TrainerCallback):
             row = self.unfinished[episode]
             length = len(row["completion_ids"])
             if not hidden[place, :length].all():
+                here = ~hidden[place, :length]
                 for name, values in columns.items():
-                    own = np.ma.masked_array(values[place, :length], hidden[place, :length])
-                    # A forward pass may hold a part of the episode.
-                    row[name] = own if row[name] is None else np.ma.where(own.mask, row[name], own)
+                    own = values[place, :length]
+                    if row[name] is None:
+                        row[name] = np.ma.masked_array(own, ~here)
+                    else:  # a forward pass may hold a part of the episode
+                        row[name][here] = own[here]
 
     def _token_columns(
         self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor

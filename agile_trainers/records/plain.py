@@ -154,10 +154,15 @@ def _text(value: Any) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which takes the place of ``path`` if no error is raised."""
+def replacing(path: Path, writer: str = "") -> Iterator[Path]:
+    """Yield a file to write, which takes the place of ``path`` if no error is raised.
+
+    Args:
+        path: The file.
+        writer: Part of the name of the file that is written, where several processes write the same one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(path.name + writer + PARTIAL)
     partial.unlink(missing_ok=True)  # which may be a link to another file
     try:
         yield partial

@@ -236,6 +236,14 @@ def thinned(generations: Sequence[int]) -> int:
     return min(others, key=lambda generation: (generation & -generation or newest + 1, generation))
 
 
+def _sizes(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield time, size and path of the whole files of a folder that other processes write and delete in."""
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if path.suffix != PARTIAL:
+                yield path.stat().st_mtime_ns, path.stat().st_size, path
+
+
 class RecordWriter:
     """Writes the rollout log of one process's part of a run to ``folder/rollouts/<run>``.
 
@@ -317,11 +325,12 @@ class RecordWriter:
             return
         folder.mkdir(exist_ok=True)
         for path, image in new.items():
-            with replacing(path) as partial:
+            # Of this process alone: another may write the same image.
+            with replacing(path, f"-rank{self._rank}") as partial:
                 partial.write_bytes(image.data)
-        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        while self._max_bytes is not None and sum(path.stat().st_size for path in kept) > self._max_bytes:
-            kept.pop(0).unlink()
+        kept = sorted(_sizes(folder))
+        while self._max_bytes is not None and sum(size for _, size, _ in kept) > self._max_bytes:
+            kept.pop(0)[2].unlink(missing_ok=True)
 
     def write_metrics(self, step: int, logs: dict[str, Any]) -> None:
         """Append the numbers of a log to ``metrics.jsonl``. Call it on one process.

@@ -396,3 +396,22 @@ def test_records_hold_each_image_once_and_the_page_shows_it(tmp_path: Path) -> N
     small = RecordWriter(tmp_path, {"run": "small"}, max_bytes=max(len(image.data) for image in shown.values()))
     small.write_images(episodes)
     assert 1 <= len(list((small.folder / "images").iterdir())) < len(shown)
+
+
+def test_processes_may_write_the_same_images_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writes all of them while another has written, and not yet moved, its first; the limit is all that there is."""
+    episodes = play("idefics3", seeds=(1,))
+    images = episodes[0].images.values()
+    size = sum(len(image.data) for image in images)
+    first, second = (RecordWriter(tmp_path, {"run": "run"}, rank=rank, max_bytes=size) for rank in range(2))
+    write, others = Path.write_bytes, [second]
+
+    def written(path: Path, data: bytes) -> int:
+        count = write(path, data)
+        while others:
+            others.pop().write_images(episodes)
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    first.write_images(episodes)
+    assert sorted(path.name for path in (first.folder / "images").iterdir()) == sorted(image.digest for image in images)

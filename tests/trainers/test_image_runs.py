@@ -132,6 +132,21 @@ def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path, ahead):
     check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)
 
 
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_vl"])
+def test_what_is_pushed_reads_images(folders, tmp_path, name):
+    """The model alone, and a checkpoint below it."""
+    trainer = make_trainer(
+        folders[name], tmp_path / "run", environment=Gallery, max_steps=1, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    trainer.save_model()
+    for folder, below in ((tmp_path / "run", None), (tmp_path / "run" / "checkpoint-1", "last-checkpoint")):
+        pushed = trainer.hub._stage(folder, below)
+        found = AutoProcessor.from_pretrained(pushed)
+        assert type(found) is type(AutoProcessor.from_pretrained(folders[name]))
+        assert found.image_processor.to_dict() == trainer.processing_class.image_processor.to_dict()
+
+
 def test_environments_in_processes_show_the_same_images(folders, tmp_path):
     steps = []
     for processes in (0, 2):

@@ -83,7 +83,9 @@ def test_wide_has_the_columns_of_trl_and_is_as_long_as_it_gets_in_a_file() -> No
 
 def test_a_run_without_episodes_has_those_of_its_own() -> None:
     log = {"mean_token_accuracy": 0.9, "entropy": 1.25, "loss": 0.5, "grad_norm": 2.0, "num_tokens": 7.0}
-    assert row_values(log) == ({"entropy": 1.25, "accuracy": 0.9, "loss": 0.5, "grad norm": 2.0}, "")
+    expected = {"entropy": 1.25, "accuracy": 0.9, "loss": 0.5, "grad norm": 2.0}
+    assert row_values(log) == (expected, "")
+    assert row_values({**log, "learning_rate": 0.1, "sandbox_runtime": 3.0}) == (expected, "")
     header, *rows = (line.split()[2:] for line in printed([log] * 3).splitlines())
     assert header == ["entropy", "accuracy", "loss", "grad", "norm"]
     assert rows == [["1.250", "0.900", "0.500", "2.000"]] * 3

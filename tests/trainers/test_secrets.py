@@ -201,6 +201,8 @@ def test_what_a_run_writes_and_what_a_resume_compares(
         path.name for path in files if PLAIN.encode() in path.read_bytes() or TOKEN.encode() in path.read_bytes()
     ]
     assert with_values == ["private.json"]
+    trainer.save_model(str(tmp_path / "to publish"))
+    assert not (tmp_path / "to publish" / "private.json").exists()
     private = run / "private.json"
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert read_json(private)["environment_arguments"] == ARGUMENTS
@@ -362,3 +364,26 @@ def test_deepspeeds_settings_are_pushed_without_a_secret() -> None:
             assert PLAIN not in str(refused.value)
         else:
             check_deepspeed(secret, strategy)
+
+
+WORDS = (
+    "key-door-environment-v0", "pk_battle_simulator_v2", "secret_number_guessing_game", "sk-guess-the-number-run7",
+    "user/key-value-memory-agent", "secret-santa-game-environment", "basic understanding.", "Basic Instructions_for_you",
+    "bearer certificates", "{%- set stop_token = '<|im_end|>' %}", 'namespace(token="<|observation|>")',
+)  # fmt: skip
+KEYS = (
+    "sk-proj-abcdefgh12345678ABCD", "sk_live_abcdefghij0123456789", "secret_abcdefghijklmnopqrst",
+    "key-0123456789abcdef0123456789abcdef", "token='hunter2hunter2'", "Bearer abcdefghijklmnopqrstuvwxyz",
+    "Basic dXNlcjpwYXNz", "pk_test_words_and_then_aB3dE5gH7jK9mN1p",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_names_of_words_are_no_keys(text: str) -> None:
+    """Environments, models, templates and sentences whose beginning is that of a key."""
+    assert mask(text) == (text, 0)
+
+
+@pytest.mark.parametrize("text", KEYS)
+def test_keys_beside_them_are(text: str) -> None:
+    assert mask(text)[1] == 1
