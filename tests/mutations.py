@@ -459,7 +459,7 @@ MUTATIONS = [
     ),
     Mutation(
         "records appear before they are complete", "records/plain.py",
-        "partial = path.with_name(path.name + PARTIAL)", "partial = path",
+        "partial = path.with_name(path.name + writer + PARTIAL)", "partial = path",
         f"{RECORDS}::test_a_run_killed_in_mid_write_leaves_readable_records",
     ),
     Mutation(
@@ -989,6 +989,47 @@ MUTATIONS = [
     Mutation(
         "V-trace weighs what came before the turn", "objectives/returns.py",
         "torch.where(index >= k, ratios, 1.0)", "ratios", DRIFT,
+    ),
+    Mutation(
+        "rewards read the environment's last word", "step/reward.py",
+        "return messages[: answers[-1] + 1] if answers else messages", "return messages",
+        "tests/rollout/test_asides.py",
+    ),
+    Mutation(
+        "a greedy game that is played again is news", "evaluation/results.py",
+        "evaluation_metrics(self.rows, self.ranges, self.units)", "evaluation_metrics(self.rows, self.ranges)",
+        "tests/trainers/test_evaluation.py -k greedy_repetitions",
+    ),
+    Mutation(
+        "failed episodes are of another unit", "evaluation/results.py",
+        "ranges.get(name)), unit) for name, unit in failed]", "ranges.get(name)), name) for name, unit in failed]",
+        "tests/evaluation/test_counted.py",
+    ),
+    Mutation(
+        "a further run counts its batches from 0", "trainers/trainer.py",
+        "-(-(self._before + micro_steps)", "-(-(micro_steps)", "tests/trainers/test_batches_ahead.py -k again",
+    ),
+    Mutation(
+        "earlier policies share trained biases", "step/ahead.py",
+        'check_bias(model.peft_config[POLICY], "the policy and earlier ones, which play,")', "pass",
+        "tests/trainers/test_batches_ahead.py -k biases",
+    ),
+    Mutation(
+        "the reference has trained biases", "trainers/reference.py",
+        'check_bias(model.peft_config[POLICY], "policy and reference")', "pass",
+        "tests/trainers/test_batches_ahead.py -k biases",
+    ),
+    Mutation(
+        "a batch has columns of any value", "checkpoints/resuming.py",
+        "(acts and name in _OF_THE_BATCH)", "False", "tests/trainers/test_resume.py -k columns_of",
+    ),
+    Mutation(
+        "an expert is to blame for its environment", "trainers/demonstrations.py",
+        "if not asking:", "if False:", "tests/trainers/test_demonstrations.py -k environment_that_fails",
+    ),
+    Mutation(
+        "an environment is to blame for what an expert does not say", "trainers/demonstrations.py",
+        "if not isinstance(text, str):", "if False:", "tests/trainers/test_demonstrations.py -k is_named",
     ),
     Mutation(
         "names of words are secrets", "checkpoints/disclosure.py",
@@ -2122,7 +2163,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an expert that fails is not named", "trainers/demonstrations.py",
-        "except Exception as error:\n            raise", "except OSError as error:\n            raise",
+        "except Exception as error:\n            if not asking", "except OSError as error:\n            if not asking",
         "tests/trainers/test_demonstrations.py -k fails_is_named",
     ),
     Mutation(
@@ -3181,7 +3222,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failed episodes are left out of an evaluation", "evaluation/results.py",
-        "counted.append(failed_value(", "id(failed_value(", "tests/evaluation/test_counted.py",
+        "counted += [(failed_value(", "_ = [(failed_value(", "tests/evaluation/test_counted.py",
     ),
     Mutation(
         "values that have not come up are impossible", "evaluation/statistics.py",

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.lora_settings import check_bias
 from agile_trainers.adapters.roles import CRITIC, POLICY, AdapterRouter, belongs_to
 
 VALUE_HEAD = "value_head"
@@ -90,10 +91,7 @@ def add_critic(
             f"The critic copies the policy's LoRA configuration, but the model's adapters are {dict(model.peft_config)}. "
             f"Pass a LoraConfig as `peft_config` (its adapter is named {POLICY!r})."
         )
-    if policy.bias != "none":
-        raise ValueError(
-            f"LoraConfig(bias={policy.bias!r}) trains biases of the base, which policy and critic share. Use bias='none'."
-        )
+    check_bias(policy, "policy and critic")
     base = model.get_base_model()
     weights = [p for name, p in model.named_parameters() if belongs_to(name, POLICY)]
     top = None if layers is None else TopLayers(base, layers)

@@ -40,6 +40,23 @@ def changes_base(config: PeftConfig) -> bool:
     return isinstance(config, LoraConfig) and config.init_lora_weights not in KEPT_BASE
 
 
+def check_bias(config: PeftConfig | None, sharing: str) -> None:
+    """Reject an adapter that trains biases of the base, if others compute with the base too.
+
+    Args:
+        config: Of the adapter.
+        sharing: The adapter and the others, for the error.
+
+    Raises:
+        ValueError: If it does.
+    """
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"LoraConfig(bias={bias!r}) trains biases of the base, which {sharing} share. Use bias='none'."
+        )
+
+
 def lora_settings(config: LoraConfig) -> dict[str, Any]:
     """Return the settings of a LoRA configuration that change the adapter's function, as JSON values."""
     settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}

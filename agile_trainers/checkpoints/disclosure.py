@@ -88,7 +88,7 @@ _NAMES = (
     r"|credential"
 )
 _NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]))"
-"""What follows is not made of words, as the names of environments and models are (``key-door-v2``)."""
+"""A look ahead that refuses words, as in the names of environments and models (``key-door-v2``)."""
 _FORMS = (
     # Each is tried at every place of a text: none may read far ahead from many places, or long texts take hours.
     # Keys with the prefixes that services give them.

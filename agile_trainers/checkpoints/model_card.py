@@ -40,7 +40,7 @@ _WHERE = ("vllm_server", "vllm_group_port", "hub_", "log_", "model_init_kwargs",
 _EVALUATIONS = 10
 """Largest number of rows of the evaluation table; the last evaluation is always among them."""
 SMOOTHED = 9
-"""Number of logs whose mean is a point of a smoothed curve."""
+"""Largest number of logs whose mean is a point of a smoothed curve."""
 BEFORE = "before training"
 """Name of the baseline that an evaluation at update 0 gives."""
 _ROLES = {CRITIC: "The critic", REFERENCE: "The reference policy"}
@@ -291,8 +291,9 @@ def draw_curve(shown: Sequence[Panel]) -> bytes:
     for panel, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False, gridspec_kw=margins)[0]):
         steps, values = zip(*panel.training)
         axes.plot(steps, values, color="tab:blue", linewidth=1, alpha=0.35, label="training")
-        smoothed = f"training, mean of {SMOOTHED} logs"
-        axes.plot(steps, moving_average(values, SMOOTHED), color="tab:blue", linewidth=2, label=smoothed)
+        if (width := min(SMOOTHED, len(values) // 4 | 1)) > 1:  # a wider window would hide the course of a short run
+            smoothed = f"training, mean of {width} logs"
+            axes.plot(steps, moving_average(values, width), color="tab:blue", linewidth=2, label=smoothed)
         if panel.evaluations:
             axes.errorbar(
                 *zip(*panel.evaluations), color="tab:orange", marker="o", label="evaluation (± standard error)"

@@ -43,6 +43,8 @@ _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
 """Options whose value must fit the states in the checkpoint."""
 _IN_THE_BATCH = ("beta", "teacher", "demonstrations", "replay_successes")
 """Options whose loss reads what only a batch that was made with them holds."""
+_OF_THE_BATCH = ("kl_placement", "teacher", "teacher_gradient", "turn_value_position")
+"""Options of which each value has columns of its own in a batch."""
 
 
 @dataclass
@@ -85,10 +87,13 @@ def compare_options(
     for name, clause in changed.items():
         # With a rate of its own the critic has its own parameter group.
         regrouped = name == "critic_learning_rate" and None in (then[name], now[name])
-        begun = inside and name in _IN_THE_BATCH and not then[name] and now[name]
+        begun = name in _IN_THE_BATCH and not then[name] and now[name]
+        acts = bool(now.get({"kl_placement": "beta", "teacher_gradient": "teacher"}.get(name, name)))
         if name in _FIXED or regrouped:
             kind = changes.refused
-        elif begun and (name != "beta" or now.get("kl_placement") == "loss"):
+        elif inside and (
+            (begun and (name != "beta" or now.get("kl_placement") == "loss")) or (acts and name in _OF_THE_BATCH)
+        ):
             kind = changes.early
         elif deepspeed and name in _IN_THE_OPTIMIZER:
             kind = changes.idle

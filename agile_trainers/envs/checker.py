@@ -6,12 +6,15 @@ import asyncio
 import inspect
 import math
 import random
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +41,8 @@ LONG_OBSERVATION = 100_000
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest reward, since rewards become float32."""
 _LONGEST_MESSAGE = 2000
+_NOT_OWN = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
+_INSTALLED = Path(sysconfig.get_path("purelib"))
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -250,6 +255,23 @@ def describe_error(error: BaseException) -> str:
         message = f"<its __str__ raises {type(second).__name__}>"
     message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
     return f"{type(error).__name__}: {message}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """Describe an exception of a user's code as :func:`describe_error` does, and where in this code it was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    own = [place for place in places if _is_own(place[0])]
+    if not own:
+        return describe_error(error)
+    # In the file that was called first: what it calls may be deep in libraries.
+    path, line = [place for place in own if place[0] == own[0][0]][-1]
+    return f"{describe_error(error)} ({path.name}, line {line})"
+
+
+def _is_own(path: Path) -> bool:
+    package, standard = _NOT_OWN
+    return package not in path.parents and (standard not in path.parents or _INSTALLED in path.parents)
 
 
 def _describe(value: Any) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
-from agile_trainers.evaluation.statistics import failed_value, mean_interval, pass_at_k, refusal, within
+from agile_trainers.evaluation.statistics import failed_value, mean_interval, pass_at_k, refusal, standard_error, within
 from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
@@ -113,15 +113,19 @@ class EpisodeResults:
     @property
     def metrics(self) -> dict[str, float]:
         """Return the metrics of :func:`evaluation_metrics` over all episodes."""
-        return evaluation_metrics(self.rows, self.ranges)
+        return evaluation_metrics(self.rows, self.ranges, self.units)
 
     @property
     def by_environment(self) -> dict[str, dict[str, float]]:
         """The metrics of each of several environments, by its name; empty for one."""
-        names = sorted({row["environment"] for row in self.rows} - {None})
+        by_name: dict[str, list[int]] = defaultdict(list)
+        for place, row in enumerate(self.rows):
+            if row["environment"] is not None:
+                by_name[row["environment"]].append(place)
+        units = self.units
         return {
-            name: evaluation_metrics([row for row in self.rows if row["environment"] == name], self.ranges)
-            for name in names
+            name: evaluation_metrics([self.rows[k] for k in own], self.ranges, [units[k] for k in own])
+            for name, own in sorted(by_name.items())
         }
 
     def values(self, measure: str) -> list[float | None]:
@@ -162,13 +166,16 @@ def reported_together(results: Sequence[EpisodeResults]) -> list[EpisodeResults]
 
 
 def evaluation_metrics(
-    rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range] | None = None
+    rows: Sequence[dict[str, Any]],
+    ranges: Mapping[str | None, Range] | None = None,
+    units: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
     """Metrics of evaluation episodes, in which failed ones count against the policy.
 
     Args:
         rows: One row per episode, of all processes.
         ranges: The lowest and highest return of each environment that declares them, by name.
+        units: The unit of each, of episodes that depend on each other. Default: each is its own.
 
     Returns:
         Those of :func:`~agile_trainers.rollout.metrics.summarize`, but ``success`` with failed episodes as unsuccessful;
@@ -179,13 +186,16 @@ def evaluation_metrics(
     if "success" in metrics:
         metrics["success"] = sum(bool(row["success"]) for row in with_success(rows) if not _failed(row)) / len(rows)
     returns = [None if _failed(row) else row["return"] for row in rows]
-    metrics["return"], metrics["return_sem"] = counted_mean(returns, rows, ranges or {})
+    metrics["return"], metrics["return_sem"] = counted_mean(returns, rows, ranges or {}, units)
     metrics["episodes"], metrics["failed"] = float(len(rows)), float(sum(map(_failed, rows)))
     return metrics
 
 
 def counted_mean(
-    values: Sequence[float | None], rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range]
+    values: Sequence[float | None],
+    rows: Sequence[dict[str, Any]],
+    ranges: Mapping[str | None, Range],
+    units: Sequence[Hashable] | None = None,
 ) -> tuple[float, float]:
     """Compute a mean and its standard error with failed episodes at the lowest value of their environment.
 
@@ -193,21 +203,25 @@ def counted_mean(
         values: One per episode; None or NaN without a value. Of an episode that did not fail it is left out.
         rows: The episodes.
         ranges: The lowest and highest value of each environment, by name, as far as known.
+        units: The unit of each, of episodes that depend on each other, such as repetitions. Default: each is its own.
 
     Returns:
-        Both NaN if every episode failed.
+        Both NaN if every episode failed; the error, if several episodes are one unit.
     """
     found: dict[str | None, list[float]] = defaultdict(list)
-    for value, row in zip(values, rows, strict=True):
-        if value is not None and not math.isnan(value) and not _failed(row):
+    counted, failed = list[tuple[float, Hashable]](), list[tuple[str | None, Hashable]]()
+    for value, row, unit in zip(values, rows, range(len(rows)) if units is None else units, strict=True):
+        if _failed(row):
+            failed.append((row["environment"], unit))
+        elif value is not None and not math.isnan(value):
             found[row["environment"]].append(value)
+            counted.append((value, unit))
     if not found:
         return math.nan, math.nan
-    counted = [value for several in found.values() for value in several]
-    for row in filter(_failed, rows):
-        name = row["environment"]
-        counted.append(failed_value(found[name] or counted, ranges.get(name)))
-    return fmean(counted), (stdev(counted) if len(counted) > 1 else 0.0) / len(counted) ** 0.5
+    every = [value for value, _ in counted]
+    counted += [(failed_value(found[name] or every, ranges.get(name)), unit) for name, unit in failed]
+    numbers = [value for value, _ in counted]
+    return fmean(numbers), standard_error(numbers, [unit for _, unit in counted]) if len(numbers) > 1 else 0.0
 
 
 def _failed(row: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.trainer_utils import speed_metrics
 
-from agile_trainers.evaluation.results import EpisodeResults, Range, counted_mean, evaluation_metrics
+from agile_trainers.evaluation.results import EpisodeResults, Range, counted_mean
 from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.metrics import summarize
 from agile_trainers.types import StopReason, Trajectory
@@ -99,23 +99,16 @@ def evaluation_summary(
         started: ``time.time()`` at its start.
         only_return: True if the return is the only reward, whose lowest value an environment may declare.
     """
-    rows, ranges = results.rows, results.ranges
-    declared = ranges if only_return else {}
-    mean, error = counted_mean(rewarded, rows, declared)
-    scores = {**scores, "reward": mean, "reward_sem": error}
-    metrics = _evaluated(rows, ranges, scores | length_summary(rows), prefix)
+    rows, of_environments = results.rows, results.by_environment
+    declared = results.ranges if only_return else {}
+    mean, error = counted_mean(rewarded, rows, declared, results.units)
+    found = {prefix: scores | {"reward": mean, "reward_sem": error} | length_summary(rows) | results.metrics}
     for name, (own, reward) in _by_environment(rows, rewarded, declared).items():
-        metrics |= _evaluated(own, ranges, length_summary(own) | reward, f"{prefix}_{name}")
+        found[f"{prefix}_{name}"] = length_summary(own) | reward | of_environments[name]
+    metrics = {f"{start}_{name}": value for start, summary in found.items() for name, value in summary.items()}
     metrics |= speed_metrics(prefix, started, num_samples=len(rows))
     # One string for all evaluations, which `Trainer` keeps until the end.
     return {sys.intern(name): value for name, value in metrics.items()}
-
-
-def _evaluated(
-    rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range], others: dict[str, float], prefix: str
-) -> dict[str, float]:
-    summary = others | evaluation_metrics(rows, ranges)
-    return {f"{prefix}_{name}": value for name, value in summary.items()}
 
 
 def environment_summaries(

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.folders import Fields, read_form, write_json
 from agile_trainers.adapters.loading import find_adapters
-from agile_trainers.adapters.lora_settings import changes_base, lora_settings
+from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
 from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
@@ -685,8 +685,7 @@ def _check(
             "Members share one frozen base and differ in their adapters: pass `peft_config=LoraConfig(...)`, or a saved "
             "adapter as `model`."
         )
-    if getattr(peft_config, "bias", "none") != "none":
-        raise ValueError(f"LoraConfig(bias={peft_config.bias!r}) trains biases of the base, which members share.")
+    check_bias(peft_config, "members")
     if peft_config is not None and changes_base(peft_config):
         raise ValueError(
             f"init_lora_weights={peft_config.init_lora_weights!r} changes the base, which members share. Use the default."

@@ -39,7 +39,7 @@ from agile_trainers.envs.base import (
     bound_reset,
     bound_step,
 )
-from agile_trainers.envs.checker import describe_error
+from agile_trainers.envs.checker import describe_error, describe_failure
 from agile_trainers.envs.isolation.levels import describe_status
 from agile_trainers.envs.isolation.process_tree import (
     adopt_descendants,
@@ -296,7 +296,7 @@ def _answer_calls(sent: bytes, connection: Connection) -> None:
                 loop.run_until_complete(value) if inspect.isawaitable(value) else value,
             )
         except BaseException as error:
-            answer = describe_error(error), None
+            answer = describe_failure(error), None
         if os.getpid() != own:  # a process that the environment forked and that came back from its code
             os._exit(0)
         try:

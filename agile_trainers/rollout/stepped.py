@@ -15,7 +15,7 @@ from agile_trainers.envs.base import Observation, as_messages
 from agile_trainers.envs.checker import (
     LARGEST_REWARD,
     EnvironmentProtocolError,
-    describe_error,
+    describe_failure,
     validate_context,
     validate_end,
     validate_reset,
@@ -461,7 +461,7 @@ def _costs(episode: _Episode, source: str | None = None) -> Iterator[None]:
 def _fail(episode: _Episode, error: BaseException, source: str | None = None) -> None:
     timeout = isinstance(error, EnvironmentTimeoutError)
     episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
-    episode.error = describe_error(error) if source is None else f"{source} raised {describe_error(error)}"
+    episode.error = describe_failure(error) if source is None else f"{source} raised {describe_failure(error)}"
 
 
 def _name_of(history: History) -> str:

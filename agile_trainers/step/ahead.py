@@ -17,6 +17,8 @@ from datasets import IterableDataset
 from peft import PeftModel
 
 from agile_trainers.adapters.copies import Snapshots
+from agile_trainers.adapters.lora_settings import check_bias
+from agile_trainers.adapters.roles import POLICY
 from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
@@ -223,13 +225,14 @@ def check_plays_ahead(model: torch.nn.Module, dataset: Any) -> None:
         dataset: The rows.
 
     Raises:
-        ValueError: If the model is trained whole, or the rows cannot be read in any order.
+        ValueError: If the model is trained whole, or a part of its base, or the rows cannot be read in any order.
     """
     if not isinstance(model, PeftModel):
         raise ValueError(
             "batches_ahead keeps copies of the adapter that plays, and this model is trained whole. Pass a "
             "peft_config, or leave batches_ahead unset."
         )
+    check_bias(model.peft_config[POLICY], "the policy and earlier ones, which play,")
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             "batches_ahead reads rows before their update, and an IterableDataset has one order. Leave batches_ahead unset."

@@ -23,7 +23,7 @@ from agile_trainers.envs.libraries.trl_tools import REWARDED, TRLEnvironment
 from agile_trainers.imports import exits_reported
 from agile_trainers.judges.judge import Judge
 from agile_trainers.judges.questions import GROUP, TURN
-from agile_trainers.types import StopReason, Trajectory, Turn
+from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 logger = logging.get_logger(__name__)
 
@@ -289,7 +289,8 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
         if missing := [key for key in required if key not in given]:
             raise ValueError(
                 f"The reward function {name!r} requires the argument {missing[0]!r}, which is not a column of {dataset}. "
-                f"Its columns are: {', '.join(names) or 'none'}. Add the column, or give the argument a default."
+                f"Its columns are: {', '.join(names) or 'none'}. Add the column, or give the argument a default. Rows "
+                "that an environment holds itself are no columns: pass them as train_dataset."
             )
 
 
@@ -301,17 +302,24 @@ def not_scored() -> Trajectory:
 def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Make the arguments of TRL's ``_calculate_rewards``.
 
-    Prompt and completion together are the conversation of the last turn, as reward models read it.
+    Prompt and completion together are the conversation of the last turn up to its answer, as reward models read it. What the
+    environment says to the last answer is left out: it may judge the answer, and no model reads it.
     """
     prompts = [it.prompt if it.rewritten is None else it.rewritten for it in trajectories]
     return {
         "inputs": [{**row, EPISODES: trajectory} for row, trajectory in zip(rows, trajectories, strict=True)],
         "prompts": [prompt or [{"role": "user", "content": ""}] for prompt in prompts],
         "completions": [
-            it.messages if it.rewritten is None else it.messages[len(it.rewritten) :] for it in trajectories
+            _answered(it.messages if it.rewritten is None else it.messages[len(it.rewritten) :]) for it in trajectories
         ],
         "completion_ids_list": [trajectory.completion_ids for trajectory in trajectories],
     }
+
+
+def _answered(messages: list[Message]) -> list[Message]:
+    """Return messages up to the last answer."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: answers[-1] + 1] if answers else messages
 
 
 class Rewards:
@@ -427,7 +435,8 @@ class Rewards:
                 if self._silent[place] == PATIENCE and self._accelerator.is_main_process:
                     logger.warning(
                         f"The reward function {self.names[place]!r} gave no reward (None or NaN) to any episode of the "
-                        f"{PATIENCE} batches so far, so that it has no effect. Check its conditions and divisions."
+                        f"{PATIENCE} batches so far, so that it has no effect. Check its conditions and divisions. One that "
+                        "is there for its metrics gets the weight 0 in reward_weights."
                     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import describe_error
@@ -21,6 +22,8 @@ from agile_trainers.records.plain import from_json, to_json
 from agile_trainers.records.reader import read_records
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer
+
+logger = logging.get_logger(__name__)
 
 Start = tuple[str | None, int, str]
 """Environment, seed and row (as text) of an episode."""
@@ -144,12 +147,28 @@ class Demonstrations:
     def _scripted(self, spec: EpisodeSpec, member: int) -> EpisodeSpec:
         environment, policy = self._policy(spec.environment)
         turns = self._engine.limits_of(spec.environment).max_turns
-        player = f"{spec.seed} {member}"
+        player, asking = f"{spec.seed} {member}", False
+
+        def answer(*conversation: Any) -> str:
+            nonlocal asking
+            asking = True
+            text = policy(*conversation)
+            if not isinstance(text, str):
+                raise TypeError(f"it returned {type(text).__name__}")
+            asking = False
+            return text
+
         try:
             episode = play(
-                environment, policy, spec.seed, options=deepcopy(spec.options), max_turns=turns, player=player
+                environment, answer, spec.seed, options=deepcopy(spec.options), max_turns=turns, player=player
             )
         except Exception as error:
+            if not asking:
+                logger.warning_once(
+                    f"demonstrations={self._name!r}: the environment failed while it played ({describe_error(error)}). The "
+                    "policy plays such episodes."
+                )
+                return spec
             raise ValueError(
                 f"demonstrations={self._name!r} failed to play the episode of seed {spec.seed}: {describe_error(error)}. "
                 "A function gets the conversation and a random generator, and returns the next answer, a text."

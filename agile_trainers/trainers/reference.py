@@ -14,7 +14,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 from agile_trainers.adapters.copies import add_reference, copy_adapter
 from agile_trainers.adapters.loading import SavedAdapters, load_frozen, restore_adapter
-from agile_trainers.adapters.lora_settings import starts_elsewhere
+from agile_trainers.adapters.lora_settings import check_bias, starts_elsewhere
 from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.adapters.sharding import assign_parameter
 from agile_trainers.step.log_probs import Models
@@ -49,6 +49,8 @@ class ReferencePolicy:
                     "reference is a separate copy already. Pass `peft_config` or leave reference_adapter unset."
                 )
             add_reference(model)
+        elif args.beta != 0.0 and is_peft:
+            check_bias(model.peft_config[POLICY], "policy and reference")
         if saved is not None and args.keep_reference:
             load_frozen(model, REFERENCE, saved.folders[REFERENCE])
         elif args.beta != 0.0 and is_peft and (saved or starts_elsewhere(model.peft_config[POLICY])):

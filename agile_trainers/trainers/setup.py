@@ -128,7 +128,8 @@ def closed_on_error(init: _Method) -> _Method:
         try:
             init(self, *args, **kwargs)
         except BaseException:
-            self.close()
+            if hasattr(self, "_resources"):  # an argument may be missing
+                self.close()
             raise
 
     return cast(_Method, closing)
@@ -316,7 +317,8 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ValueError(
             "No parameter of the model is trainable, so nothing would be learned. Pass peft_config=LoraConfig(...) without "
-            "inference_mode=True, or a model whose parameters have requires_grad=True."
+            "inference_mode=True, a saved adapter by its folder (model='...') or loaded with is_trainable=True, or a model "
+            "whose parameters have requires_grad=True."
         )
     prepare_policy(policy, seam.tokenizer, auxiliary_loss=trainer.aux_loss_enabled)
     if trainer.aux_loss_enabled:

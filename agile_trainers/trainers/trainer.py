@@ -137,6 +137,7 @@ class MultiTurnTrainer(_Trainer):
     """The adapter that runs, see :meth:`use_adapter`."""
     _closed = False
     _update_seconds = 0.0  # of the optimizer step that is under way
+    _before = 0  # micro-steps of earlier calls of `train`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -236,7 +237,7 @@ class MultiTurnTrainer(_Trainer):
     def _last_generation(self) -> int:
         """Index of the last generation batch of the run that is under way."""
         micro_steps = self.state.max_steps * self.args.gradient_accumulation_steps
-        return -(-micro_steps // self.micro_steps_per_generation) - 1
+        return -(-(self._before + micro_steps) // self.micro_steps_per_generation) - 1
 
     @property
     def _models(self) -> Models:
@@ -408,6 +409,8 @@ class MultiTurnTrainer(_Trainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if not self.stop.before_epoch(self.state, self.control):
             self.updates.intercept(kwargs)
+            # A further call of train() goes on counting, and num_iterations may have changed since the checkpoint.
+            self._before = self._step - self.state.global_step * self.args.gradient_accumulation_steps
             super()._run_epoch(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------------- step

@@ -249,6 +249,11 @@ def test_by_id() -> None:
         (Counter, {"reward_weights": [1.0]}, "0 reward_funcs need as many weights"),
         (Counter, {"announce": "user"}, "announce must be 'system' or 'no'"),
         (object, {}, "at least one public method"),
+        (
+            Counter,
+            {"reward_funcs": [lambda completion_ids, **_: [1.0]]},
+            r"'<lambda>' requires 'completion_ids', which the trainer's reward_funcs get",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused(factory: Any, kwargs: dict[str, Any], message: str) -> None:

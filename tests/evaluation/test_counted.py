@@ -10,6 +10,7 @@ import pytest
 
 from agile_environments.courier import Courier
 from agile_trainers.evaluation.results import counted_mean, evaluation_metrics
+from agile_trainers.evaluation.statistics import standard_error
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 
 OK, FAILED = "terminated", "environment_error"
@@ -99,3 +100,22 @@ def test_the_range_that_an_environment_declares() -> None:
         broken = type("Broken", (), {"return_range": wrong})
         with pytest.raises(ValueError, match=r"return_range=.*lowest and highest"):
             EnvironmentPool(broken).return_range()
+
+
+def test_repetitions_are_one_unit() -> None:
+    """Two starts, one of them played three times with the same result: the error is that of two sums over four episodes."""
+    rows = [row(1.0), row(1.0), row(1.0), row(5.0)]
+    units = ["a", "a", "a", "b"]
+    metrics = evaluation_metrics(rows, units=units)
+    assert metrics["return"] == 2.0
+    # Sums of deviations are -3 and 3: sqrt(2 / (2 - 1) * (9 + 9)) / 4.
+    assert metrics["return_sem"] == pytest.approx(1.5) == standard_error([1.0, 1.0, 1.0, 5.0], units)
+    once = counted_mean([1.0, 5.0], [row(1.0), row(5.0)], {}, ["a", "b"])
+    assert once == (3.0, pytest.approx(2.0))
+    assert math.isnan(counted_mean([1.0, 1.0], [row(1.0), row(1.0)], {}, ["a", "a"])[1])
+    failed = counted_mean(
+        [1.0, None, 5.0, None], [row(1.0), row(0.0, FAILED), row(5.0), row(0.0, FAILED)], {}, [*"abab"]
+    )
+    assert failed == (1.5, pytest.approx(standard_error([1.0, 0.0, 5.0, 0.0], [*"abab"]))), (
+        "failed ones keep their unit"
+    )

@@ -87,7 +87,9 @@ def test_a_conversation_and_what_was_said_beside_it(
     episode: Trajectory, prompt: list[Message], completion: list[Message], asides: list[list[Message]]
 ) -> None:
     inputs = reward_inputs([{}], [episode])
-    assert (inputs["prompts"], inputs["completions"]) == ([prompt], [completion])
+    # What the environment says to the last answer may be its verdict: a reward that reads it would reward any answer.
+    assert (inputs["prompts"], inputs["completions"]) == ([prompt], [completion[:-1]])
+    assert completion[-1]["role"] == "user" and completion[-2]["role"] == "assistant"
     assert inputs["inputs"][0]["trajectories"].asides == asides
     assert inputs["completion_ids_list"] == [episode.completion_ids]
     table = shown_messages(episode)

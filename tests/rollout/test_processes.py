@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -59,7 +60,7 @@ def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
     games = [{"what": what} for what in ("raise", None, "die", None, "unsendable", None)]
     episodes = engine.run(specs(*games), ScriptedSampler())
     assert [episode.stop_reason for episode in episodes] == [ERROR, TERMINATED] * 3
-    assert episodes[0].error == "EnvironmentProcessError: KeyError: 'a bug'"
+    assert re.fullmatch(r"EnvironmentProcessError: KeyError: 'a bug' \(elsewhere.py, line \d+\)", episodes[0].error)
     assert "process died in step (exit code 7)" in str(episodes[2].error)
     assert "the result of step cannot be sent" in str(episodes[4].error)
 

@@ -30,3 +30,7 @@ def drones(messages: list[Message], rng: random.Random) -> str:
 def forgets_the_generator(messages: list[Message]) -> str:
     """A scripted policy gets two arguments."""
     return "h"
+
+
+def says_nothing(messages: list[Message], rng: random.Random) -> None:
+    """An answer is a text."""

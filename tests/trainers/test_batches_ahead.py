@@ -16,6 +16,7 @@ from checkpointed_runs import SAVING, Told, assert_same, run_until, weights
 from datasets import Dataset
 from games import make_trainer
 from scripted_runs import by_script, said, sampling_with, watched
+from transformers import TrainerCallback
 
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.folders import CheckpointError
@@ -278,3 +279,55 @@ def test_the_versions_share_the_rows(
     trainer.train()
     assert min(4, most) <= max(rows) <= most
     assert [said(one) for one in trained] == expected
+
+
+@pytest.mark.parametrize("case", ["the same again", "longer", "interrupted"])
+def test_train_is_called_again(embedded_model: Path, tmp_path: Path, case: str) -> None:
+    """It goes on counting generation batches, and plays as many ahead as the new run has."""
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=1, num_iterations=2, **RUN)
+    trained = watched(trainer)
+    if case == "interrupted":
+        trainer.add_callback(Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert trainer.state.global_step == 3
+    else:
+        trainer.train()
+    done = len(trained)
+    trainer.args.max_steps = 8 if case == "longer" else 4
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps and len(trained) - done == trainer.args.max_steps // 2
+    assert not trainer.rollouts.ahead.versions
+    seeds = [one.seed for batch in trained for one in batch[::4]]
+    assert len(set(seeds)) == len(seeds), "no batch is played twice"
+
+
+class Interrupting(TrainerCallback):
+    """Raises Ctrl-C once, after the third step."""
+
+    done = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+
+def test_more_passes_of_each_batch_after_a_resume(embedded_model: Path, tmp_path: Path) -> None:
+    """Batches are counted by the passes that there are now."""
+    options = {**RUN, "num_iterations": 1}
+    make_trainer(embedded_model, tmp_path, **options, **SAVING).train()
+    options |= {"num_iterations": 4, "max_steps": 12, "batches_ahead": 1}
+    trainer = make_trainer(embedded_model, tmp_path, **options)
+    trained = watched(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 12 and len(trained) == 2
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_the_base_are_no_part_of_a_version(embedded_model: Path, tmp_path: Path, bias: str) -> None:
+    """Nor of a reference."""
+    for options, sharing in (({"batches_ahead": 1}, "earlier ones"), ({"beta": 0.1}, "policy and reference")):
+        with pytest.raises(ValueError, match=rf"bias='{bias}'\) trains biases of the base, which .*{sharing}"):
+            make_trainer(embedded_model, tmp_path, lora={"bias": bias}, **options)
+    make_trainer(embedded_model, tmp_path, lora={"bias": bias}).close()

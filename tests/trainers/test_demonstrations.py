@@ -18,6 +18,7 @@ from split_passes import check_equal, check_layouts, drawn
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT, SFT, TREATMENTS, WEIGHTED
 from agile_trainers.rollout.metrics import demonstration_metrics
+from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.rollout.spec import Demonstration
 from agile_trainers.train_batch import DEMONSTRATED, TrainBatch, read_inputs
 from agile_trainers.trainers import MultiTurnGRPOConfig, demonstrations
@@ -336,12 +337,38 @@ def test_what_cannot_be_demonstrated_is_refused(embedded_model, tmp_path, option
         make_trainer(embedded_model, tmp_path, **options)
 
 
-def test_a_function_that_fails_is_named(embedded_model, tmp_path) -> None:
-    trainer = make_trainer(embedded_model, tmp_path, demonstrations="experts:forgets_the_generator")
-    with pytest.raises(
-        ValueError, match=r"demonstrations='experts:forgets_the_generator' failed .*seed \d+: TypeError"
-    ):
+@pytest.mark.parametrize("name", ["forgets_the_generator", "says_nothing"])
+def test_a_function_that_fails_is_named(embedded_model, tmp_path, name) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, demonstrations=f"experts:{name}")
+    with pytest.raises(ValueError, match=rf"demonstrations='experts:{name}' failed .*seed \d+: TypeError"):
         trainer.train()
+
+
+class Fragile(Chatter):
+    """Fails in the episodes of a seed."""
+
+    failing = -1
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.seed = seed
+        return super().reset(seed, options)
+
+    def step(self, action: str) -> Any:
+        if self.seed == Fragile.failing:
+            raise RuntimeError("fragile")
+        return super().step(action)
+
+
+def test_an_environment_that_fails_costs_the_demonstration(embedded_model, tmp_path, monkeypatch) -> None:
+    told: set[str] = set()
+    monkeypatch.setattr(demonstrations.logger, "warning_once", told.add)
+    trainer = make_trainer(embedded_model, tmp_path, environment=Fragile, **EXPERT)
+    monkeypatch.setattr(Fragile, "failing", environment_seed(3, TRAINING, 0, 0))
+    played, _ = batch_of(trainer)
+    assert [one.demonstration for one in played.trajectories] == [False] * 7 + [True]
+    assert played.batch.failed.tolist() == [True] * 4 + [False] * 4
+    (text,) = told
+    assert "the environment failed while it played (RuntimeError: fragile" in text
 
 
 @pytest.mark.parametrize(

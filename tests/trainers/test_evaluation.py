@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from checkpointed_runs import Told
 from datasets import Dataset, IterableDataset
 from games import Chatter, make_trainer, settings
 
@@ -119,6 +120,22 @@ def test_unused_columns_are_removed_before_they_are_checked(embedded_model, tmp_
     assert len(seen) == 1 + 8 + 2 + 2 and all(set(options) == {"prompt"} for options in seen)
     with pytest.raises(ValueError, match=r"remove_unused_columns=True.*train_dataset.*secret"):
         make_trainer(embedded_model, tmp_path, train_dataset=rows(1, 2), remove_unused_columns=True)
+
+
+def test_greedy_repetitions_of_a_row_are_no_news(embedded_model, tmp_path):
+    """Ten rows played three times each have the standard errors of ten."""
+
+    class OfTheRow(Told):
+        def reset(self, seed=None, options=None):
+            return super().reset(0, options)
+
+    rows = Dataset.from_dict({"number": list(range(8))})
+    trainer = make_trainer(embedded_model, tmp_path, environment=OfTheRow, eval_greedy=True, train_dataset=rows)
+    data = Dataset.from_dict({"number": list(range(10))})
+    once, again = (trainer.evaluate(data, num_episodes=count) for count in (10, 30))
+    assert once["eval_return"] == pytest.approx(again["eval_return"])
+    for name in ("eval_return_sem", "eval_reward_sem"):
+        assert again[name] == pytest.approx(once[name]) and once[name] > 0
 
 
 def test_the_metric_is_chosen_where_one_is_needed(tmp_path):

@@ -266,6 +266,19 @@ def test_an_update_has_one_row_and_baselines_come_first():
     assert len(kept.strip().splitlines()) == 4, "without a baseline, update 0 is a row"
 
 
+@pytest.mark.parametrize(
+    ("logs", "label"), [(7, None), (8, "training, mean of 3 logs"), (80, "training, mean of 9 logs")]
+)
+def test_a_short_curve_is_smoothed_less(monkeypatch, logs, label):
+    """A mean over most of a run would be flat, whatever it did."""
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.legend", lambda axes, **_: drawn.append(axes.get_legend_handles_labels()[1])
+    )
+    draw_curve(panels([{"step": step, "success": step / logs, "return/mean": 0.0} for step in range(logs)]))
+    assert {one for labels in drawn for one in labels if "mean of" in one} == ({label} if label else set())
+
+
 def test_the_curve_has_an_axis_from_0_to_1_for_a_share_alone(monkeypatch):
     log = [{"step": step, "return/mean": step - 3.0, "success": step / 10} for step in range(10)]
     shown = panels(log, {"random play": {"eval_success": 0.2, "eval_return": -1.0}})
@@ -281,8 +294,8 @@ def test_the_curve_has_an_axis_from_0_to_1_for_a_share_alone(monkeypatch):
     assert success.get_ylim() == (0, 1.02) and episodes.get_ylim()[0] < -3
     raw, smoothed, baseline = success.lines
     assert list(raw.get_ydata()) == [step / 10 for step in range(10)]
-    assert smoothed.get_ydata()[0] == pytest.approx(0.2) and smoothed.get_ydata()[5] == pytest.approx(0.5)
-    assert smoothed.get_label() == "training, mean of 9 logs" and baseline.get_label() == "random play 0.20"
+    assert smoothed.get_ydata()[0] == pytest.approx(0.05) and smoothed.get_ydata()[5] == pytest.approx(0.5)
+    assert smoothed.get_label() == "training, mean of 3 logs" and baseline.get_label() == "random play 0.20"
     sft, _ = panels([{"step": 1, "loss": 2.0, "mean_token_accuracy": 0.5}])
     assert sft.is_share and sft.training == [(1, 0.5)]
 

@@ -169,6 +169,12 @@ def test_rewards_in_any_array_are_taken(embedded_model: Path) -> None:
     assert over_sound_episodes(lambda **_: torch.arange(3.0), False)(**given) == [0, 1, 2]
 
 
+def test_a_forgotten_model(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'") as raised:
+        MultiTurnGRPOTrainer(environment=Chatter, args=MultiTurnGRPOConfig(**settings(tmp_path)))  # type: ignore[call-arg]
+    assert raised.value.__context__ is None
+
+
 def test_a_path_as_model(embedded_model: Path, tmp_path: Path) -> None:
     args = MultiTurnGRPOConfig(**settings(tmp_path))
     trainer = MultiTurnGRPOTrainer(model=embedded_model, args=args, environment=Chatter, peft_config=LoraConfig(**LORA))

@@ -116,6 +116,31 @@ def test_what_the_batch_in_progress_lacks_is_refused(embedded_model, tmp_path, o
             assert trainer.state.global_step == 5
 
 
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"beta": 0.1, "kl_placement": "reward"}, {"kl_placement": "loss"}),
+        ({"beta": 0.1, "kl_placement": "loss"}, {"kl_placement": "advantage"}),
+        ({"beta": 0.0, "kl_placement": "loss"}, {"kl_placement": "reward"}),
+        ({"beta": 0.1, "kl_placement": "reward"}, {"beta": 0.0}),
+        ({"teacher": "a", "teacher_gradient": "immediate"}, {"teacher_gradient": "distribution_forward"}),
+        ({"teacher": "a"}, {"teacher": {"sum": "a", "chain": "b"}}),
+        ({"teacher": "a"}, {"teacher": None}),
+        ({"turn_value_position": "state"}, {"turn_value_position": "mean"}),
+    ],
+)
+def test_columns_of_the_batch_in_progress(then, now):
+    """A loss would read columns that the batch lacks, or take those that it has for others.
+
+    What is switched off is not read.
+    """
+    after = {**then, **now}
+    for inside in (True, False):
+        changes = compare_options(then, after, after, inside=inside)
+        early = inside and after.get("beta") != 0.0 and bool(after.get("teacher", True))
+        assert bool(changes.early) == early and bool(changes.active) != early
+
+
 def test_other_rows_are_told(embedded_model, tmp_path, warned):
     rows = Dataset.from_dict({"number": list(range(16))})
     run_until(2, "reinforce", embedded_model, tmp_path, save_steps=1, max_steps=3, train_dataset=rows)

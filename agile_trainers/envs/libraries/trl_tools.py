@@ -31,6 +31,8 @@ from agile_trainers.types import Content, Message, parts_of
 REWARDED = "rewarded"
 """Name in the info of a last step; False if nothing of the environment rewards the episode."""
 _OWN_METHODS = ("reset", "get_reward")
+_OF_TRAINERS = ("completion_ids", "trainer_state", "log_extra", "log_metric", "trajectories")
+"""Arguments of reward functions that only a trainer gives."""
 _CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
@@ -126,8 +128,8 @@ class TRLEnvironment:
             older ones. Reward functions get all results. Default: all.
 
     Raises:
-        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, or ``reward_weights``
-            do not match.
+        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, ``reward_weights``
+            do not match, or a reward function requires what only the trainer can give.
     """
 
     def __init__(
@@ -156,6 +158,14 @@ class TRLEnvironment:
             raise ValueError(f"{self.name} has two tools of one name: {names}. Rename one.")
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
+        for function in self.reward_funcs:
+            asked = inspect.signature(function).parameters.values()
+            if missing := [it.name for it in asked if it.name in _OF_TRAINERS and it.default is it.empty]:
+                name = getattr(function, "__name__", function)
+                raise ValueError(
+                    f"The reward function {name!r} requires {missing[0]!r}, which the trainer's reward_funcs get and those "
+                    "of an environment do not. Pass it to the trainer."
+                )
         if announce not in ("system", "no"):
             raise ValueError(f"announce must be 'system' or 'no', got {announce!r}.")
         if keep_results is not None:

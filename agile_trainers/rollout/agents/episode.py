@@ -23,6 +23,7 @@ from agile_trainers.envs.checker import (
     LARGEST_REWARD,
     EnvironmentProtocolError,
     describe_error,
+    describe_failure,
     plain_text,
     validate_context,
     validate_result,
@@ -364,7 +365,7 @@ class AgentEpisode:
         except BaseException as raised:
             if raised is not error:  # the pool has passed on an interrupt of the user during the agent's calls
                 pass_on_interrupt(raised)
-            self.stop_reason, self._error = StopReason.ENVIRONMENT_ERROR, describe_error(raised)
+            self.stop_reason, self._error = StopReason.ENVIRONMENT_ERROR, describe_failure(raised)
         if self._error is not None and self._refused:
             counts = ", ".join(f"{code}: {count}" for code, count in self._refused.items())
             self._error += f" (requests that were refused: {counts})"
