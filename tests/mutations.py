@@ -837,7 +837,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a replaced episode left out of the records", "monitor/rollout_log.py",
-        "if one is not trained]", "if False]", f"{REPLAYED} -k logged_apart",
+        "if one is not trained)]", "if False)]", f"{REPLAYED} -k logged_apart",
     ),
     Mutation(
         "a resumed run without its successes", "trainers/setup.py",
