@@ -31,6 +31,7 @@ def chromium() -> str | None:
 WHY_NOT = {
     "bubblewrap": partial(_why_not_isolated_by, "bubblewrap"),
     "landlock": partial(_why_not_isolated_by, "landlock"),
+    "node": lambda: "" if shutil.which("node") else "Node.js is not installed (apt install nodejs)",
     "browser": lambda: "" if chromium() else "Chromium is not installed (apt install chromium)",
 }
 """Marks, and why what they need is missing here; empty if it is there."""

@@ -837,7 +837,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a replaced episode left out of the records", "monitor/rollout_log.py",
-        "if one is not trained]", "if False]", f"{REPLAYED} -k logged_apart",
+        "if one is not trained)]", "if False)]", f"{REPLAYED} -k logged_apart",
     ),
     Mutation(
         "a resumed run without its successes", "trainers/setup.py",
@@ -3320,6 +3320,65 @@ MUTATIONS = [
     Mutation(
         "the viewer counts observations as tokens that were not clipped", "viewer/parts.py",
         "if value is not None]\n    known = [", "]\n    known = [", f"{LABELS} -k figures",
+    ),
+    Mutation(
+        "the viewer does not count episodes without a report of success", "viewer/parts.py",
+        "else bool(success) and not failed", "else success and not failed",
+        f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "failed episodes of training are unsuccessful in the viewer", "viewer/parts.py",
+        '(failed and phase == "train")', "False", f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "failed episodes do not count in evaluations in the viewer", "viewer/parts.py",
+        '(failed and phase == "train")', "failed", f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "an episode that reports success before it fails is a success in the viewer", "viewer/parts.py",
+        "else bool(success) and not failed", "else bool(success)", f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "policies of one evaluation count success apart in the viewer", "viewer/parts.py",
+        "run.name[: len(_EVALUATED)]", "run.name", f"{VIEWER} -k count_success_alike",
+    ),
+    Mutation(
+        "one evaluation's victories are another's defeats in the viewer", "viewer/parts.py",
+        "run.name[: len(_EVALUATED)]", "None", f"{VIEWER} -k count_success_alike",
+    ),
+    Mutation(
+        "a failed episode of an evaluation has the return of its last turn in the viewer", "viewer/page/data.js",
+        'if (!FAILED.has(this.get("stop", row))) return', "if (true) return", f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "a failed episode counts with the lowest return of other environments in the viewer", "viewer/page/data.js",
+        "(own.length ? own : sound).reduce", "sound.reduce", f"{VIEWER} -k those_of_the_log",
+    ),
+    Mutation(
+        "evaluations of one step are one in the viewer", "viewer/parts.py",
+        'named[1] if named else "eval", int(named[2] or 1) if named else 1', '"eval", 1',
+        f"{VIEWER} -k evaluations_of_one_step",
+    ),
+    Mutation(
+        "a second evaluation of a step has the first one's address in the viewer", "viewer/page/data.js",
+        "${step}${other && `-${other}`}", "${step}", f"{VIEWER} -k evaluations_of_one_step",
+    ),
+    Mutation(
+        "a curve of the viewer mixes evaluations", "viewer/page/data.js",
+        "evaluation === sections[0].evaluation", "true", f"{VIEWER} -k evaluations_of_one_step",
+    ),
+    Mutation(
+        "groups of two batches have one address in the viewer", "viewer/page/data.js",
+        "this.sectionOf(row).batches > 1 ?", "false ?", f"{VIEWER} -k groups_of_several_batches",
+    ),
+    Mutation(
+        "the viewer rounds small rewards to 0", "viewer/parts.py",
+        'round(value, 5) if abs(value) >= 1 else float(f"{value:.5g}")', "round(value, 5)", f"{VIEWER} -k small_numbers",
+    ),
+    Mutation(
+        "images of replaced groups are not written", "monitor/rollout_log.py",
+        "written = [*played.trajectories, *(one for _, one in replaced)]", "written = played.trajectories",
+        "tests/trainers/test_image_runs.py -k images_of_replaced",
     ),
     Mutation(
         "the search of the viewer reads the beginning of texts", "viewer/parts.py",

@@ -12,6 +12,7 @@ import sys
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, super
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError
+from agile_trainers.records.reader import open_records
+from agile_trainers.types import Image, StopReason, Trajectory, Turn
 
 IDS = torch.arange(3, 43).view(2, 20)
 QUIET = Console(file=StringIO())
@@ -370,6 +373,18 @@ def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dic
     pipeline["evaluation"] |= {"max_turns": 5, "seed": 1}
     settings = parse_pipeline(pipeline).evaluation
     assert settings.max_turns == 5 and settings.seed == 1
+
+
+def test_an_evaluation_writes_the_images_of_its_episodes(pipeline: dict, tmp_path: Path) -> None:
+    image = Image(b"a picture")
+    prompt: Any = [{"role": "user", "content": [{"type": "image", "image": image}]}]
+    turn = Turn(0, 1, "a", "stop", 1.0, None)
+    results: Any = SimpleNamespace(
+        places=[0], trajectories=[Trajectory([1], [2], [-1.0], [turn], StopReason.TERMINATED, prompt)]
+    )
+    chain._write_episodes(parse_pipeline(pipeline), "model", tmp_path, results)
+    (run,) = open_records(tmp_path)
+    assert run.image(image.digest) == image.data
 
 
 def test_rows_of_every_kind(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``agile-trainers view``: shows the episodes of runs in a browser, or writes them in a form that other tools read."""
+"""``agile-trainers view``: writes a page that shows the episodes of runs in a browser, or serves it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from agile_trainers.cli.errors import printable
@@ -31,13 +32,29 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE", help="file to write (default: view.html in the run's folder)"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer "
-        "run, the first, the last and evenly spaced steps are in it (default: 100)",
+        "--megabytes", type=_megabytes, default=100, help="size of the file from which no more episodes are added; of a "
+        "longer run, the first, the last and evenly spaced steps are in it (default: 100)",
     )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine and follow the run")
-    parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
+    parser.add_argument("--port", type=_port, default=0, help="port of --serve (default: a free one)")
     return parser
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"expected a number of megabytes from 0 on, such as 100 or 0.5, got {text!r}")
+    return value
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 (a free one) to 65535, got {text!r}")
+    return int(text)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -122,13 +122,14 @@ class RolloutLog(TrainerCallback):
             played.indices, played.trajectories, *by_turn, strict=True
         ):
             self._add(generation, step, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
-        if any(one.images for one in played.trajectories):
-            self._write("images", lambda writer: writer.write_images(played.trajectories))
         # After the others, whose places `observe` knows.
         own = zip(played.indices, played.own[0], played.trajectories, strict=True) if played.own else ()
-        replaced = [(index, one) for index, one, trained in own if one is not trained]
-        for index, trajectory in [*played.discarded, *replaced]:
+        replaced = [*played.discarded, *((index, one) for index, one, trained in own if one is not trained)]
+        for index, trajectory in replaced:
             self._add(generation, step, index, trajectory)
+        written = [*played.trajectories, *(one for _, one in replaced)]
+        if any(one.images for one in written):
+            self._write("images", lambda writer: writer.write_images(written))
 
     def _add(self, generation: int, step: int, index: int, trajectory: Trajectory, **of_turns: Any) -> None:
         group, member = divmod(index, self._args.num_generations)

@@ -72,7 +72,7 @@ def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100
     with tempfile.TemporaryFile() as parts:
         entries, episodes, left_out, problems = list[dict[str, Any]](), 0, 0, list[str]()
         for number, run in enumerate(runs):
-            budget = int(megabytes * 1e6 * (number + 1) / len(runs))
+            budget = megabytes * 1e6 * (number + 1) / len(runs)
             rows, unread = readable_rows(run)
             found = sections(rows)
             part_of = _write_parts(parts, number, run, found, budget)
@@ -125,7 +125,7 @@ def script_tag(name: str, content: bytes) -> bytes:
 
 
 def _write_parts(
-    file: IO[bytes], number: int, run: RunRecords, found: Sequence[Section], budget: int
+    file: IO[bytes], number: int, run: RunRecords, found: Sequence[Section], budget: float
 ) -> dict[str, int]:
     """Write sections and episodes until the file has the given size; return the part of each episode by its key."""
     vocabulary = readable_vocabulary(run)

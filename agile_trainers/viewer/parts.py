@@ -36,10 +36,14 @@ STOP_REASONS = {
 """The page's sentence for each stop reason."""
 _FACTS = ("kind", "run", "algorithm", "model", "environment", "policy", "seed", "started", "options")
 """Entries of ``run.json`` that the page shows."""
+_EVALUATED = "eval-YYYYmmdd-HHMMSS-abcd"
+"""The beginning that the names of the runs of one evaluation's policies have in common."""
 _LARGEST = 1e300
 """Numbers from which on the charts have no place."""
 _COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens", "demonstration")
 _TOKENS = ("turn_ids", "sampling_logprobs", "logprobs", "advantages", "ratios", "clipped", "kl")
+_EVALUATION = re.compile(r"eval-\d+-([A-Za-z0-9_.]+?)(?:\.(\d{1,9}))?-rank")
+"""Key of an evaluation's episode: the prefix of its metrics, and the number of the evaluation at its step."""
 _AS_IT_IS = frozenset({int, bool, str, type(None)})
 _TURN = ("start", "end", "text", "observation", "reward", "return", "advantage", "value", "finish_reason", "info")
 
@@ -52,11 +56,13 @@ class Section:
     step: int
     rows: list[dict[str, Any]]
     """Their rows of :meth:`RunRecords.index`, file by file."""
+    evaluation: str = ""
+    """Prefix of an evaluation's metrics, and a number from the second one of a step on (``eval.2``); empty in training."""
 
     @property
     def name(self) -> str:
         """The name of its parts; it changes when further episodes are written."""
-        return f"{self.phase}-{self.step}-{len(self.rows)}"
+        return "-".join(filter(None, [self.phase, str(self.step), str(len(self.rows)), self.evaluation]))
 
 
 def readable_rows(
@@ -90,13 +96,20 @@ def readable_vocabulary(run: RunRecords) -> dict[int, tuple[bytes, bool]]:
 
 
 def sections(index: Iterable[dict[str, Any]]) -> list[Section]:
-    """Split the episodes of a run into sections, by step; training comes before evaluation."""
+    """Split the episodes of a run into sections, by step; training comes before the evaluations, one after another."""
 
-    def place(row: dict[str, Any]) -> tuple[int, bool]:
-        return row["step"] or 0, row["phase"] != "train"
+    def place(row: dict[str, Any]) -> tuple[int, bool, str, int]:
+        step = row["step"] or 0
+        if row["phase"] == "train":
+            return step, False, "", 0
+        named = _EVALUATION.match(row["key"])
+        return step, True, named[1] if named else "eval", int(named[2] or 1) if named else 1
 
     split = groupby(sorted(index, key=place), place)
-    return [Section("eval" if other else "train", step, list(rows)) for (step, other), rows in split]
+    return [
+        Section("eval" if other else "train", step, list(rows), prefix if number < 2 else f"{prefix}.{number}")
+        for (step, other, prefix, number), rows in split
+    ]
 
 
 def read_section(run: RunRecords, section: Section) -> Iterator[dict[str, Any]]:
@@ -131,9 +144,32 @@ def index_of(entries: Sequence[dict[str, Any]], runs: Sequence[RunRecords], **fa
         runs: The runs.
         **facts: Further entries.
     """
+    _count_unreported(entries, runs)
     named = zip(entries, labels(runs), seed_sets(runs), strict=True)
     found = [entry | {"label": label, "set": number} for entry, label, number in named]
     return encode({**facts, "stop_reasons": STOP_REASONS, "runs": found})
+
+
+def _count_unreported(entries: Sequence[dict[str, Any]], runs: Sequence[RunRecords]) -> None:
+    """Count episodes that report no success as unsuccessful where others of the environment report it, as the log does.
+
+    Policies of one evaluation count alike. Episodes whose environment failed are unsuccessful in evaluations, and have no
+    success in training.
+    """
+    keys, known = list[list[Any]](), set[Any]()
+    for entry, run in zip(entries, runs, strict=True):
+        of = run.folder.parent, run.name[: len(_EVALUATED)], entry["info"].get("environment")
+        columns, names = entry["episodes"], entry["environments"]
+        keys.append([(of, None if place is None else names[place]) for place in columns["environment"]])
+        known |= {key for key, success in zip(keys[-1], columns["success"], strict=True) if success is not None}
+    for entry, of_rows in zip(entries, keys, strict=True):
+        phases = [phase for phase, _, size, *_ in entry["sections"] for _ in range(size)]
+        columns = entry["episodes"]
+        failures = [StopReason(stop).failed for stop in columns["stop"]]
+        columns["success"] = [
+            None if key not in known or (failed and phase == "train") else bool(success) and not failed
+            for success, key, phase, failed in zip(columns["success"], of_rows, phases, failures, strict=True)
+        ]
 
 
 def run_index(
@@ -160,7 +196,9 @@ def run_index(
         "name": run.name,
         "info": _info(run),
         "environments": environments,
-        "sections": [[section.phase, section.step, len(section.rows), section.name] for section in found],
+        "sections": [
+            [section.phase, section.step, len(section.rows), section.name, section.evaluation] for section in found
+        ],
         "episodes": columns,
         "findings": [
             {"step": finding["step"], **{name: _text(finding.get(name)) for name in ("name", "evidence", "advice")}}
@@ -347,7 +385,7 @@ def section_parts(records: Iterable[dict[str, Any]]) -> dict[str, bytes]:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON in ASCII: numbers rounded to five decimals, NaN and infinity as texts, surrogates escaped."""
+    """Return a value as JSON in ASCII: numbers rounded (:func:`_rounded`), NaN and infinity as texts, surrogates escaped."""
     return json.dumps(_finite(value), separators=(",", ":"), default=str).encode("ascii")
 
 
@@ -371,14 +409,14 @@ def most_telling_first(count: int) -> Iterator[int]:
 def _finite(value: Any) -> Any:
     """Return JSON-ready data with rounded numbers, and a text for each number that JSON does not have."""
     if isinstance(value, float):
-        return round(value, 5) if isfinite(value) else str(value)
+        return _rounded(value) if isfinite(value) else str(value)
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [  # most are numbers of tokens, for which a call each would take most of the time
             item
             if (kind := type(item)) in _AS_IT_IS
-            else round(item, 5)
+            else _rounded(item)
             if kind is float and isfinite(item)
             else _finite(item)
             for item in value
@@ -386,8 +424,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _rounded(value: float) -> float:
+    """Round to five decimals, or to five significant digits where these are more: a reward of 4e-6 is not 0."""
+    return round(value, 5) if abs(value) >= 1 else float(f"{value:.5g}")
+
+
 def _exact(value: Any) -> Any:
-    """Return data with texts in the place of fractions, which the page would show rounded: a learning rate of 1e-6 as 0."""
+    """Return data with texts in the place of fractions, which the page would show with all digits: 0.000001 for 1e-6."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):

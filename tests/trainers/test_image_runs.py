@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from several_processes import launch
 from transformers import AutoProcessor
 from trl.trainer.utils import use_adapter
 
+from agile_trainers.records.reader import open_records
 from agile_trainers.trainers.setup import prepare_images
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -159,6 +162,27 @@ def test_environments_in_processes_show_the_same_images(folders, tmp_path):
         trainer.close()
         steps.append(gradients.steps[0])
     assert_same(*steps)
+
+
+class SamePictures(Pictures):
+    """All episodes have the return 0, so that no group has an advantage."""
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        shown, _, *others = super().step(action)
+        return shown, 0.0, *others
+
+
+def test_images_of_replaced_groups_are_written(folders, tmp_path):
+    """Each image that the records name is there, those of the groups that others replaced among them."""
+    trainer = make_trainer(
+        folders["idefics3"], tmp_path, environment=SamePictures, max_steps=1, resample_zero_advantage_groups=1
+    )
+    trainer.train()
+    (run,) = open_records(tmp_path)
+    episodes = list(run.episodes())
+    assert len(episodes) == 2 * trainer.args.generation_batch_size and all(
+        run.image(digest) for episode in episodes for digest in re.findall(r"image:(\w{32})", json.dumps(episode))
+    )
 
 
 def test_the_encoder_is_frozen_and_adapters_are_in_the_language_part(folders, tmp_path):

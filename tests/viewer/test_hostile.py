@@ -49,7 +49,9 @@ def test_no_value_of_any_file_becomes_markup(hostile: tuple[Path, Path, list[str
         if tag == "script" and "type" in attributes:
             assert set(attributes) == {"type", "id"}
             assert re.fullmatch(
-                r"index|episodes/\d+/\d+|(outline|figures|texts)/\d+/(train|eval)-\d+-\d+", attributes["id"] or ""
+                r"index|episodes/\d+/\d+|(outline|figures|texts)/\d+/(train-\d+-\d+|eval-\d+-\d+-[\w.]+)",
+                attributes["id"] or "",
+                re.ASCII,
             )
     assert "hacked" not in page.text and "example.org" not in page.text
 
@@ -69,7 +71,7 @@ def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
     assert all(name in named for name in bad) and len(columns["problems"]) == len(bad)
     assert len(columns["episodes"]["return"]) >= 40
     for run in index["runs"]:
-        assert all(type(step) is int for _, step, _, _ in run["sections"])
+        assert all(type(step) is int for _, step, _, _, _ in run["sections"])
         assert all(type(finding["step"]) is int for finding in run["findings"])
         assert all(
             value is None or isinstance(value, (int, float)) for column in run["metrics"].values() for value in column
@@ -95,7 +97,7 @@ def test_the_server_shows_the_rest_too(hostile: tuple[Path, Path, list[str]]) ->
     index = json.loads(runs.index() or b"")
     assert len(index["runs"]) > 50
     for number, run in enumerate(index["runs"]):
-        for _, _, _, name in run["sections"]:
+        for _, _, _, name, _ in run["sections"]:
             for kind in SECTION_PARTS:
                 assert json.loads(runs.part(f"{kind}/{number}/{name}") or b"") is not None
         for part in run["episodes"]["part"]:
@@ -175,7 +177,7 @@ def test_hostile_records_do_nothing_in_a_browser(hostile: tuple[Path, Path, list
             go(f"episodes/{number}?sort=-clip")
             assert page.locator(".episodes tbody tr").count() == min(100, len(run["episodes"]["return"]))
         if run["name"] in ("columns", "lines"):
-            for phase, step, _, _ in run["sections"]:
-                go(f"step/{number}/{phase}/{step}")
+            for address in page.evaluate(f"VIEW.runs[{number}].sections.map(({{ id }}) => id)"):
+                go(f"step/{address}")
             for row in range(len(run["episodes"]["return"])):
                 go(f"episode/{number}/{row}")

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 from made_records import HOSTILE, byte_tokens, guessing_run, play, populated, run_of
-from written_page import Page
+from written_page import Page, in_node
 
 from agile_trainers.cli.main import main
+from agile_trainers.evaluation.results import evaluation_metrics
 from agile_trainers.records.reader import RunRecords, open_records
+from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import SCRIPTS, write_page
 from agile_trainers.viewer.parts import (
@@ -121,6 +124,152 @@ def test_numbers_that_json_does_not_have_are_texts() -> None:
     values = {"a": [float("nan"), float("inf"), -float("inf"), None, 0.123456789, 3, True], "b": "\ud800"}
     text = encode(values).decode("ascii")
     assert json.loads(text) == {"a": ["nan", "inf", "-inf", None, 0.12346, 3, True], "b": "\ud800"}
+
+
+def test_small_numbers_keep_their_digits() -> None:
+    """Rewards and advantages of 4e-6 are four times the default zero_advantage_eps."""
+    values = {"return": 4e-6, "info": {"price": -1.234567e-6}, "a": [4e-6, 1234.567891, 0.0, 1e-12]}
+    shown = {"return": 4e-6, "info": {"price": -1.2346e-6}, "a": [4e-6, 1234.56789, 0.0, 1e-12]}
+    assert json.loads(encode(values)) == shown
+
+
+# ---------------------------------------------------------------------------------------------------- its statistics
+
+
+def won_or_not(noise: random.Random, name: str, stop: StopReason = StopReason.TERMINATED) -> Any:
+    """An episode whose environment reports success only when it is won, and may fail after that."""
+    won = noise.random() < 0.5
+    reward = float(won) if won else noise.choice([-0.5, -0.25, 0.25]) * (1 + (name == "hard"))
+    return play(["a"], ["b"], [reward], success=won or None, stop=stop, environment_name=name, noise=noise)
+
+
+@pytest.mark.node
+@pytest.mark.parametrize("seed", range(2))
+def test_statistics_of_a_step_are_those_of_the_log(seed: int, tmp_path: Path) -> None:
+    """Episodes without a report are unsuccessful; those that failed count in an evaluation alone, as the lowest."""
+    noise = random.Random(seed)
+    stops = [StopReason.TERMINATED, StopReason.MAX_TURNS, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT]
+    games = [won_or_not(noise, name, noise.choice(stops)) for _ in range(8) for name in ("easy", "hard")]
+    games += [play(["a"], [None], [-9.0], stop=StopReason.ENVIRONMENT_ERROR, environment_name="down")]
+    games += [play(["a"], ["b"], [1.0], success=True, environment_name=name) for name in ("easy", "hard")]
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-abcd"})
+    rows = [episode_row(game, phase="train", index=k, generation=0, group=0, member=k) for k, game in enumerate(games)]
+    writer.write_train(0, rows)
+    writer.write_eval(0, "eval", (episode_row(game, index=k) for k, game in enumerate(games)))
+    path = write_page(open_records(tmp_path), tmp_path / "view.html").path
+    statistics = "const { return: mean, success } = summary(one.run, rowsOf(one)); return [mean, success];"
+    shown = in_node(path, f"return VIEW.runs[0].sections.map((one) => {{ {statistics} }});")
+    measured = [episode_metrics(game) for game in games]
+    reporting = [row for row in measured if row["environment"] != "down"]  # which has no success
+    train, log = summarize(measured), evaluation_metrics(measured)
+    assert shown[0] == pytest.approx([train["return/mean"], train["success"]])
+    assert shown[1] == pytest.approx([log["return"], evaluation_metrics(reporting)["success"]])
+    outcomes = in_node(path, "const [run] = VIEW.runs; return rowsOf(run.sections[1]).map((row) => outcome(run, row));")
+    assert outcomes == [
+        "error" if game.stop_reason.failed else "success" if game.success else "failure" for game in games
+    ]
+
+
+@pytest.mark.node
+def test_an_evaluation_that_failed_altogether_has_no_return(tmp_path: Path) -> None:
+    games = [play(["a"], [None], [0.0], stop=StopReason.ENVIRONMENT_ERROR)] * 2
+    path = write_page(open_records(run_of(tmp_path, games)), tmp_path / "view.html").path
+    shown = "const one = summary(VIEW.runs[0], [0, 1]); return [one.return, one.success, one.size];"
+    assert in_node(path, shown) == [None, None, 2]
+
+
+def test_policies_of_one_evaluation_count_success_alike(tmp_path: Path) -> None:
+    """The second wins nothing, in an environment that reports victories alone; what another evaluation says is its own."""
+    for name, success in {"aaaa-0-0": True, "aaaa-1-0": None, "aaaa-1-1": None, "bbbb-0-0": None}.items():
+        game = play(["a"], ["b"], [1.0 if success else 0.0], success=success)
+        run_of(
+            tmp_path, [game], name=f"eval-20260101-000000-{name}", environment="other" if name[-1] == "1" else "guess"
+        )
+    index = Page(write_page(open_records(tmp_path), tmp_path / "view.html").path).part("index")
+    assert {run["name"][-8:]: run["episodes"]["success"] for run in index["runs"]} == {
+        "aaaa-0-0": [True], "aaaa-1-0": [False], "aaaa-1-1": [None], "bbbb-0-0": [None],
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- its sections and groups
+
+
+@pytest.mark.node
+def test_evaluations_of_one_step_stay_apart(tmp_path: Path) -> None:
+    """Of two data sets, and of a run that was resumed there; each has an address, and a curve is of one of them."""
+    folder = guessing_run(tmp_path, steps=2, groups=1)
+    writer = RecordWriter(tmp_path, {"run": folder.name})
+    given = ["eval", "eval_easy", "eval_hard", *["eval"] * 9]  # eval.2 to eval.11
+    for number, prefix in enumerate(given):
+        game = play(["7"], ["lower"], [float(number)], success=False)
+        writer.write_eval(1, prefix, [episode_row(game, step=1)])
+    (records,) = open_records(tmp_path)
+    found = [one for one in sections(records.index()) if (one.phase, one.step) == ("eval", 1)]
+    names = ["eval", *(f"eval.{number}" for number in range(2, 11)), "eval_easy", "eval_hard"]
+    assert [one.evaluation for one in found] == names
+    (strange,) = sections([{"key": "eval-000001-a?b#c-rank0.parquet#0", "step": 1, "phase": "eval"}])
+    assert strange.evaluation == "eval", "no name that an address or an element cannot have"
+    assert [row["return"] for one in found for row in one.rows] == [0.0, *map(float, range(3, 12)), 1.0, 2.0]
+    path = write_page([records], tmp_path / "view.html").path
+    assert Page(path).part("texts/0/eval-1-1-eval_hard")[0][2] == "lower"
+    live = LiveRuns(lambda: open_records(tmp_path))
+    live.index()
+    assert json.loads(live.part("outline/0/eval-1-1-eval.2") or b"")[0]["credit"] == 3.0
+    shown = in_node(
+        path,
+        """
+      const of = VIEW.runs[0].sections.filter(({ phase }) => phase === "eval");
+      const opened = of.every((one) => sectionAt(one.id.split("/")) === one);
+      const curve = VIEW.runs[0].counted("eval", (section) => summary(section.run, rowsOf(section)).return);
+      return [opened, of.map(({ id }) => id), of[1].label, VIEW.opposite(of[0]).id, VIEW.opposite(of[1]).id, curve];
+    """,
+    )
+    assert shown[0] is True and shown[1][:3] == ["0/eval/1", "0/eval/1-eval.2", "0/eval/1-eval.3"]
+    assert shown[2:] == ["evaluation at step 1 (eval.2)", "0/eval/2", "0/eval/1", [[1, 0], [2, 1]]]
+
+
+@pytest.mark.node
+def test_groups_of_several_batches_at_one_step_stay_apart(tmp_path: Path) -> None:
+    """As with steps_per_generation below gradient_accumulation_steps: each group opens, and j and k go through all."""
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-abcd"})
+    for generation, step in enumerate([0, 0, 1]):
+        writer.write_train(generation, [
+            episode_row(
+                play([str(generation)], ["x"], [0.0]), step=step, phase="train", index=index, generation=generation,
+                group=index // 2, member=index % 2,
+            )
+            for index in range(4)
+        ])  # fmt: skip
+    path = write_page(open_records(tmp_path), tmp_path / "view.html").path
+    shown = in_node(
+        path,
+        """
+      const [run] = VIEW.runs;
+      const names = run.sections.map((section) => run.groups(section).map(({ name, rows }) => [name, rows]));
+      location.hash = "#group/0/train/0/0.0";
+      const seen = [];
+      for (const [act, by] of [[move, 1], [move, 1], [move, 1], [move, -1], [moveStep, 1]]) {
+        VIEW.page = parsePlace();
+        act(by);
+        seen.push(location.hash);
+      }
+      VIEW.page = { name: "episode", section: run.sections[0], run, row: 6 };
+      up();
+      return [names, seen, location.hash];
+    """,
+    )
+    assert shown[0] == [
+        [["0.0", [0, 1]], ["0.1", [2, 3]], ["1.0", [4, 5]], ["1.1", [6, 7]]], [["0", [8, 9]], ["1", [10, 11]]],
+    ]  # fmt: skip
+    places = ["0/0.1", "0/1.0", "0/1.1", "0/1.0", "1/1"]
+    assert shown[1:] == [[f"#group/0/train/{place}" for place in places], "#group/0/train/0/1.1"]
+
+
+@pytest.mark.node
+def test_a_run_is_listed_with_all_its_environments(run: Path, tmp_path: Path) -> None:
+    runs = [*open_records(run), *open_records(run_of(tmp_path, [play(["a"], ["b"], [0.0])], environment="guess"))]
+    path = write_page(runs, tmp_path / "view.html").path
+    assert in_node(path, "return VIEW.runs.map((run) => run.played);") == ["easy, hard", "guess"]
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
@@ -309,6 +458,11 @@ def test_the_newest_run_comes_first_and_policies_as_they_were_named(tmp_path: Pa
         (["gone"], "gone"),
         (["."], "holds no rollout log"),
         ([".", "--serve", "--output", "x.html"], "--output"),
+        *(
+            (["gone", f"--megabytes={size}"], f"0 on, such as 100 or 0.5, got {size!r}")
+            for size in ("inf", "nan", "-1")
+        ),
+        *((["gone", f"--port={port}"], f"to 65535, got {port!r}") for port in ("-1", "65536", "x")),
         ([], "RUN_OR_FILE"),
     ],
 )

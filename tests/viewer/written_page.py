@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ def shoot(page: Any, name: str) -> None:
 def texts(page: Any, selector: str) -> list[str]:
     """Return the texts of a page's elements in Chromium."""
     return page.locator(selector).all_inner_texts()
+
+
+_NO_DOCUMENT = """globalThis.document = { readyState: "done" };
+globalThis.location = { hash: "" };
+globalThis.addEventListener = () => {};"""
+
+
+def in_node(path: Path, program: str) -> Any:
+    """Run a page's script in Node.js, which draws nothing, and return what a program over its ``VIEW`` returns."""
+    page = Page(path)
+    script, start, _ = page.scripts["script"].rpartition("\nstart().catch(")
+    assert start
+    source = f"{_NO_DOCUMENT}\n{script}\ntake({json.dumps(page.part('index'))}, new Parts(embedded));\n"
+    source += f"process.stdout.write(JSON.stringify((() => {{ {program} }})()));"
+    made = subprocess.run(["node", "-"], input=source, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout)
 
 
 class Page(HTMLParser):

@@ -520,6 +520,7 @@ def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: Episo
         "seed": pipeline.evaluation.seed,
     }
     writer = RecordWriter(folder / "evaluation", info, rank=PartialState().process_index)
+    writer.write_images(results.trajectories)
     writer.write_eval(0, "eval", (episode_row(one, index=n) for n, one in zip(results.places, results.trajectories)))
 
 

@@ -62,8 +62,12 @@ class Run {
     this.columns = data.episodes;
     this.size = this.columns.stop.length;
     let first = 0;
-    this.sections = data.sections.map(([phase, step, size, outline], place) => {
-      const section = { run: this, place, phase, step, size, outline, first, id: `${id}/${phase}/${step}` };
+    this.sections = data.sections.map(([phase, step, size, outline, evaluation], place) => {
+      const other = phase === "train" || evaluation === "eval" ? "" : evaluation; // of several at one step
+      const label = `${phase === "train" ? "step" : "evaluation at step"} ${step}${other && ` (${other})`}`;
+      const batches = new Set(data.episodes.generation.slice(first, first + size)).size;
+      const section = { run: this, place, phase, step, size, outline, evaluation, label, batches, first, lowest: new Map() };
+      section.id = `${id}/${phase}/${step}${other && `-${other}`}`;
       first += size;
       return section;
     });
@@ -78,6 +82,11 @@ class Run {
   environment(row) {
     const place = this.columns.environment[row];
     return place === null ? this.info.environment || null : this.environments[place];
+  }
+
+  /** What the run plays: the names of its environments, of one without a name what the run says. */
+  get played() {
+    return this.environments.join(", ") || asText(this.info.environment);
   }
 
   idOf(row) {
@@ -98,16 +107,40 @@ class Run {
     return this.sections[low];
   }
 
+  /** The name of a row's group in its section: its number, in a step of several batches with the batch's; null without one. */
+  groupOf(row) {
+    const group = this.columns.group[row];
+    return group === null ? null : this.sectionOf(row).batches > 1 ? `${this.columns.generation[row]}.${group}` : String(group);
+  }
+
   /** The rows of a section by group; episodes without a group are a group of their own each. */
   groups(section) {
     const groups = new Map();
     for (let row = section.first; row < section.first + section.size; row++) {
-      const group = this.columns.group[row];
-      const key = group === null ? `row ${row}` : `${this.columns.generation[row]}/${group}`;
-      if (!groups.has(key)) groups.set(key, { number: group, rows: [] });
+      const name = this.groupOf(row);
+      const key = name ?? `row ${row}`;
+      if (!groups.has(key)) groups.set(key, { name, rows: [] });
       groups.get(key).rows.push(row);
     }
     return [...groups.values()];
+  }
+
+  /**
+   * The return that an episode counts with. A failed one of an evaluation counts as in the log: with the lowest of the sound
+   * ones of its environment, or of all if it has none, and 0. One of training does not count: null.
+   */
+  countedReturn(row) {
+    if (!FAILED.has(this.get("stop", row))) return this.get("return", row);
+    const section = this.sectionOf(row);
+    if (section.phase === "train") return null;
+    const environment = this.get("environment", row);
+    if (!section.lowest.has(environment)) {
+      const sound = rowsOf(section).filter((one) => !FAILED.has(this.get("stop", one)) && typeof this.get("return", one) === "number");
+      const own = sound.filter((one) => this.get("environment", one) === environment);
+      const lowest = (own.length ? own : sound).reduce((low, one) => Math.min(low, this.get("return", one)), 0);
+      section.lowest.set(environment, sound.length ? lowest : null);
+    }
+    return section.lowest.get(environment);
   }
 
   hasEpisodes(section) {
@@ -157,10 +190,11 @@ class Run {
     return steps.map((step, k) => [step, this.metrics[name][k]]).filter(([step, y]) => step !== null && typeof y === "number");
   }
 
-  /** A statistic of the episodes by step. */
+  /** A statistic of the episodes by step; of several evaluations at a step, of the first. */
   counted(phase, statistic) {
-    return this.sections
-      .filter((section) => section.phase === phase)
+    const sections = this.sections.filter((section) => section.phase === phase);
+    return sections
+      .filter(({ evaluation }) => evaluation === sections[0].evaluation)
       .map((section) => [section.step, statistic(section)])
       .filter(([, y]) => typeof y === "number");
   }
@@ -176,12 +210,16 @@ function outcome(run, row) {
 
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 
-/** Statistics of rows; episodes whose environment failed, and those of an expert, do not count in return and success. */
+/**
+ * Statistics of rows; episodes of an expert do not count in return and success, nor in training those whose environment failed.
+ * In evaluations these count as unsuccessful, which the index has, and with the lowest return.
+ */
 function summary(run, rows) {
-  const sound = rows.filter((row) => !FAILED.has(run.get("stop", row)) && !run.get("demonstration", row));
+  const own = rows.filter((row) => !run.get("demonstration", row));
+  const sound = own.filter((row) => !FAILED.has(run.get("stop", row)));
   const numbers = (column) => sound.map((row) => run.get(column, row)).filter((value) => typeof value === "number");
-  const returns = numbers("return");
-  const successes = sound.map((row) => run.get("success", row)).filter((value) => value !== null);
+  const returns = own.map((row) => run.countedReturn(row)).filter((value) => typeof value === "number");
+  const successes = own.map((row) => run.get("success", row)).filter((value) => value !== null);
   const stops = {};
   for (const row of rows) stops[run.get("stop", row)] = (stops[run.get("stop", row)] || 0) + 1;
   return {

@@ -136,7 +136,7 @@ function episodeHead(run, row, episode) {
     ["clipped tokens", (episode.clipped || []).some((value) => typeof value === "boolean") ? percent(clippedShare(episode)) : null],
     ["environment", run.environment(row)],
     ["seed", run.get("seed", row)],
-    ["group", run.get("group", row)],
+    ["group", run.groupOf(row)],
     ["member", run.get("member", row)],
     ["row", episode.row === null || episode.row === undefined ? null : asText(episode.row).replace(/\s+/g, " ")],
   ].filter(([, value]) => value !== null && value !== undefined);

@@ -23,7 +23,8 @@ function sortNow() {
 const literally = (text) => new RegExp(text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "iu");
 
 /**
- * How each episode's return differs from that of its start earlier: at the given step, or at the last step before that played it.
+ * How each episode's return differs from that of its start earlier: at the given step, or at the last step or evaluation before that
+ * played it.
  * Its start is the environment and the dataset row or prompt; where an earlier step played it with the same seed, that counts.
  */
 function changesOf(run, since) {
@@ -119,8 +120,8 @@ async function episodesPage(run) {
     const section = run.sectionOf(row);
     const text = h("td.snippet-cell", {});
     run.texts(section).catch(() => null).then((texts) => text.append(h("span.snippet", { dir: "auto" }, snippet(texts?.[row - section.first], state.matches?.get(row)))));
-    const group = run.get("group", row);
-    const place = `${section.phase === "train" ? "step" : "evaluation at"} ${section.step}${group === null ? "" : ` · group ${group}`}`;
+    const group = run.groupOf(row);
+    const place = `${section.label}${group === null ? "" : ` · group ${group}`}`;
     return h("tr", {},
       h("th", { scope: "row" }, h("a", { href: `#episode/${run.id}/${run.idOf(row)}` }, badge(run, row), ` ${place} · ${run.get("member", row) ?? run.idOf(row)}`)),
       Object.entries(SORTS).slice(1).map(([name, { of, text: shown }]) => h(`td.is-${name}`, {}, shown(of(run, row)))),

@@ -19,7 +19,9 @@ const VIEW = {
     const alike = evaluations.find(({ info }) => info.environment === run.info.environment);
     const other = this.other(run) || alike || evaluations[0];
     const from = other && other.size ? other : run;
-    const same = from.sections.filter(({ phase }) => phase === section.phase);
+    const phase = from.sections.filter((one) => one.phase === section.phase);
+    const named = phase.filter(({ evaluation }) => evaluation === section.evaluation);
+    const same = named.some((one) => one !== section) ? named : phase;
     if (from !== run) return nearest((same.length ? same : from.sections).map((one) => [one.step, one]), section.step)[1];
     return same[0] === section ? same[same.length - 1] : same[0];
   },
@@ -52,7 +54,7 @@ function readAddress() {
 }
 
 function sectionAt([run, phase, step]) {
-  const found = VIEW.runs[run]?.sections.find((one) => one.phase === phase && String(one.step) === step);
+  const found = VIEW.runs[run]?.sections.find(({ id }) => id === `${run}/${phase}/${step}`);
   if (!found) throw new Error(`Run ${run} has no ${phase} step ${step}.`);
   return found;
 }
@@ -173,8 +175,8 @@ async function move(by) {
     const next = section.run.sections[section.place + by];
     if (next) go(`step/${next.id}`);
   } else if (name === "group") {
-    const numbers = section.run.groups(section).map((group) => String(group.number));
-    const next = numbers[numbers.indexOf(VIEW.page.group) + by];
+    const names = section.run.groups(section).map((group) => group.name);
+    const next = names[names.indexOf(VIEW.page.group) + by];
     if (next !== undefined) go(`group/${section.id}/${next}`);
   } else if (name === "episode") {
     const rows = await listedRows(run);
@@ -191,7 +193,11 @@ function moveStep(by) {
   const next = section?.run.sections[section.place + by];
   if (!next) return;
   if (name === "episode") go(`episode/${run.id}/${run.idOf(Math.min(next.first + row - section.first, next.first + next.size - 1))}`);
-  else go(`${name === "group" ? "group" : "step"}/${next.id}${name === "group" ? `/${VIEW.page.group}` : ""}`);
+  else if (name === "group") {
+    const [here, there] = [section, next].map((one) => one.run.groups(one).map((group) => group.name));
+    const same = there[Math.min(here.indexOf(VIEW.page.group), there.length - 1)];
+    go(same === null ? `step/${next.id}` : `group/${next.id}/${same}`);
+  } else go(`step/${next.id}`);
 }
 
 function moveTurn(by) {
@@ -221,7 +227,7 @@ function pin(run, row) {
 
 function up() {
   const { name, section, run, row } = VIEW.page;
-  if (name === "episode") return go(run.get("group", row) === null ? `step/${section.id}` : `group/${section.id}/${run.get("group", row)}`);
+  if (name === "episode") return go(run.groupOf(row) === null ? `step/${section.id}` : `group/${section.id}/${run.groupOf(row)}`);
   if (name === "group") return go(`step/${section.id}`);
   if (name === "run" && VIEW.runs.length > 1) return go("runs");
   go(`run/${(run || section?.run || VIEW.runs[0]).id}`);

@@ -14,7 +14,7 @@ async function stepPage(section) {
   const shown = run.groups(section)
     .map((group) => ({ ...group, all: group.rows, rows: group.rows.filter((row) => passes(run, row)) }))
     .filter(({ rows }) => rows.length);
-  const grouped = shown.some(({ number: name }) => name !== null);
+  const grouped = shown.some(({ name }) => name !== null);
   const cards = h(grouped ? "div.groups" : "div.list");
   const append = (from, size) => cards.append(...shown.slice(from, from + size).map((group) => groupCard(section, group, outlines, largest)));
   const page = grouped ? 60 : 300;
@@ -44,7 +44,7 @@ const largestAdvantage = (outlines) => outlines.reduce((largest, { turns }) =>
 
 function stepTitle(section, after = null) {
   const { run } = section;
-  const name = `${section.phase === "train" ? "Step" : "Evaluation at step"} ${section.step}`;
+  const name = capital(section.label);
   return h("h1", {}, h("a", { href: `#run/${run.id}` }, run.label), " › ", after ? h("a", { href: `#step/${section.id}` }, name) : name, after ? ` › ${after}` : null);
 }
 
@@ -61,14 +61,14 @@ function figureLine(figures, clip = null) {
 function groupCard(section, group, outlines, largest) {
   const { run } = section;
   const members = group.rows.map((row) => memberLine(run, row, outlines?.[row - section.first], largest));
-  if (group.number === null) return h("div.member-alone", {}, members);
+  if (group.name === null) return h("div.member-alone", {}, members);
   const figures = summary(run, group.rows);
   const outline = outlines?.[group.rows[0] - section.first];
   const zero = outlines && isZeroAdvantage(run, group.all.map((row) => outlines[row - section.first]));
   const clip = clipShare(group.rows.map((row) => ({ clip: run.figure("clip", row) })));
   const about = outline ? outline.row || outline.prompt || "" : "";
   return h("article.card", {},
-    h("h3", {}, h("a", { href: `#group/${section.id}/${group.number}` }, `Group ${group.number}`),
+    h("h3", {}, h("a", { href: `#group/${section.id}/${group.name}` }, `Group ${group.name}`),
       h("span.numbers", {}, h("span", {}, "return ", h("b", {}, number(figures.return))), figures.success === null ? null : h("span", {}, "success ", h("b", {}, percent(figures.success))),
         clip === null ? null : h("span", {}, "clipped ", h("b", {}, percent(clip))))),
     h("p.note", { title: about },
@@ -91,8 +91,8 @@ function memberLine(run, row, outline, largest) {
 
 async function groupPage(section, name) {
   const { run } = section;
-  const group = run.groups(section).find((one) => String(one.number) === name);
-  if (!group) throw new Error(`Step ${section.step} has no group ${name}.`);
+  const group = run.groups(section).find((one) => one.name === name);
+  if (!group) throw new Error(`${capital(section.label)} has no group ${name}.`);
   const [outlines, figures] = await Promise.all([run.outlines(section), run.figures(section)]);
   if (!outlines) return [stepTitle(section, `Group ${name}`), numbersOnly()];
   const rows = group.rows.filter((row) => passes(run, row));
@@ -138,12 +138,12 @@ async function groupPage(section, name) {
 async function episodePage(run, row) {
   const section = run.sectionOf(row);
   const [pane] = await panes([[run, row]]);
-  const group = run.get("group", row);
+  const group = run.groupOf(row);
   const member = run.get("member", row);
   const title = member === null || member === undefined ? `Episode ${run.idOf(row)}` : `Member ${member}`;
   return [
     h("h1", {}, h("a", { href: `#run/${run.id}` }, run.label), " › ",
-      h("a", { href: `#step/${section.id}` }, `${section.phase === "train" ? "Step" : "Evaluation at step"} ${section.step}`), " › ",
+      h("a", { href: `#step/${section.id}` }, capital(section.label)), " › ",
       group === null ? null : [h("a", { href: `#group/${section.id}/${group}` }, `Group ${group}`), " › "], title),
     h("p.steps", {},
       h("button", { onclick: () => move(-1) }, "← previous"), h("button", { onclick: () => move(1) }, "next →"),
@@ -181,7 +181,7 @@ async function panes(places) {
 
 function sectionChooser(section, change) {
   const option = (one) => h("option", { value: one.id, selected: one === section },
-    `${one.phase === "train" ? "step" : "evaluation at"} ${one.step}${one.run.hasEpisodes(one) ? "" : " (numbers only)"}`);
+    `${one.label}${one.run.hasEpisodes(one) ? "" : " (numbers only)"}`);
   return h("select", { "aria-label": `Run and step, now ${section.run.label}`, onchange: (event) => change(event.target.value) },
     VIEW.runs.map((run) => h("optgroup", { label: run.label }, run.sections.map(option))));
 }
@@ -246,11 +246,12 @@ async function comparePage(left, right) {
 /** Rows of two sections by what they start from: row and seed if some agree, else the row, else by order. */
 function matched(sides, outlines, starts) {
   const kept = sides.map((section) => rowsOf(section).filter((row) => passes(section.run, row)));
+  const places = sides.map(({ run }, k) => new Map(run.groups(sides[k]).flatMap(({ rows }, place) => rows.map((row) => [row, place]))));
   const start = (k, row) => starts[k]?.[row - sides[k].first]?.start;
   const ways = [
     ["matched by start and seed", (k, row) => start(k, row) && `${start(k, row)} ${sides[k].run.get("seed", row)}`],
     ["matched by start", start],
-    ["matched by order: they do not start alike", (k, row) => `group ${sides[k].run.get("group", row) ?? row - sides[k].first}`],
+    ["matched by order: they do not start alike", (k, row) => `group ${places[k].get(row)}`],
   ];
   for (const [about, key] of ways) {
     const found = new Map();
@@ -277,7 +278,7 @@ async function pairPage(places) {
   const [pane] = await panes(places);
   const link = ([run, row]) => {
     const section = run.sectionOf(row);
-    return h("a", { href: `#episode/${run.id}/${run.idOf(row)}` }, `${VIEW.runs.length > 1 ? `${run.label} · ` : ""}${section.phase === "train" ? "step" : "evaluation at"} ${section.step} · episode ${run.idOf(row)}`);
+    return h("a", { href: `#episode/${run.id}/${run.idOf(row)}` }, `${VIEW.runs.length > 1 ? `${run.label} · ` : ""}${section.label} · episode ${run.idOf(row)}`);
   };
   return [h("h1", {}, "Side by side"), h("p.steps", {}, link(places[0]), " and ", link(places[1])), ...pane];
 }

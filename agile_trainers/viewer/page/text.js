@@ -86,6 +86,7 @@ function asText(value) {
 }
 
 const shortened = (text, size = 80) => (text.length > size ? `${text.slice(0, size)}…` : text);
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const count = (value) => Number(value).toLocaleString("en");
 
 /** A number for people: up to `digits` significant digits, and a true minus sign. */

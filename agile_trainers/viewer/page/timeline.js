@@ -133,7 +133,7 @@ async function runsPage() {
     const all = run.sections.length > 1 || !run.size ? null : summary(run, rows);
     return h("tr", {},
       h("th", { scope: "row" }, h("a", { href: `#run/${run.id}` }, run.label)),
-      h("td", {}, run.environment(0) ?? asText(run.info.environment)), h("td", {}, asText(run.info.seed)), h("td", {}, count(rows.length)),
+      h("td", {}, run.played), h("td", {}, asText(run.info.seed)), h("td", {}, count(rows.length)),
       h("td", {}, String(run.sections.at(-1)?.step ?? "–")),
       h("td", {}, number(all ? all.return : last(run, 0))), h("td", {}, percent(all ? all.success : last(run, 1))),
       h("td", {}, asText(run.info.started).replace(/^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*/, "$1 $2")));
@@ -258,7 +258,7 @@ function stepTable(run) {
   const lines = run.sections.map((section) => {
     const rows = keptRows(section);
     const figures = summary(run, rows);
-    const link = h("a", { href: `#step/${section.id}` }, `${section.phase === "train" ? "step" : "evaluation at"} ${section.step}`);
+    const link = h("a", { href: `#step/${section.id}` }, section.label);
     return h("tr", {},
       h("th", { scope: "row" }, link, run.hasEpisodes(section) ? null : h("span.note", { title: "Only the numbers of these episodes are in the file" }, " numbers only")),
       h("td", {}, `${rows.length}${rows.length < section.size ? ` of ${section.size}` : ""}`),
