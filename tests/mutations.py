@@ -1001,6 +1001,10 @@ MUTATIONS = [
         "tests/trainers/test_evaluation.py -k greedy_repetitions",
     ),
     Mutation(
+        "environments without success lower it", "evaluation/results.py",
+        'for row in rows if row["environment"] in reporting\n', "for row in rows\n", "tests/evaluation/test_counted.py",
+    ),
+    Mutation(
         "failed episodes are of another unit", "evaluation/results.py",
         "ranges.get(name)), unit) for name, unit in failed]", "ranges.get(name)), name) for name, unit in failed]",
         "tests/evaluation/test_counted.py",
@@ -1665,7 +1669,7 @@ MUTATIONS = [
     ),
     Mutation(
         "descendants' gradients of keys are lost", "packing/attention.py",
-        "summed if causal else sums[:, :, own] + summed", "summed if causal else sums[:, :, own]", PACKED_ATTENTION,
+        "sums[:, :, own] += summed", "pass", PACKED_ATTENTION,
     ),
     Mutation(
         "FlexAttention skips a block that some node sees", "packing/attention.py",

@@ -178,13 +178,17 @@ def evaluation_metrics(
         units: The unit of each, of episodes that depend on each other. Default: each is its own.
 
     Returns:
-        Those of :func:`~agile_trainers.rollout.metrics.summarize`, but ``success`` with failed episodes as unsuccessful;
-        ``return``, the mean return with failed episodes at the lowest return (see :func:`failed_value`), and ``return_sem``,
-        its standard error, both NaN if all failed; ``episodes``, their number, and ``failed``, that of the failed ones.
+        Those of :func:`~agile_trainers.rollout.metrics.summarize`, but ``success``, of the environments that report it, with
+        failed episodes as unsuccessful; ``return``, the mean return with failed episodes at the lowest return (see
+        :func:`failed_value`), and ``return_sem``, its standard error, both NaN if all failed; ``episodes``, their number,
+        and ``failed``, that of the failed ones.
     """
     metrics = summarize(rows)
     if "success" in metrics:
-        metrics["success"] = sum(bool(row["success"]) for row in with_success(rows) if not _failed(row)) / len(rows)
+        reporting = environments_with_success(rows)
+        metrics["success"] = fmean(
+            bool(row["success"]) and not _failed(row) for row in rows if row["environment"] in reporting
+        )
     returns = [None if _failed(row) else row["return"] for row in rows]
     metrics["return"], metrics["return_sem"] = counted_mean(returns, rows, ranges or {}, units)
     metrics["episodes"], metrics["failed"] = float(len(rows)), float(sum(map(_failed, rows)))

@@ -298,8 +298,11 @@ class _TrieAttention(torch.autograd.Function):
                 )
                 dq[:, :, reading] += parts[0]
                 for sums, part in ((dk, parts[1]), (dv, parts[2])):
-                    summed = part.to(wide).sum(dim=0, keepdim=True)
-                    sums[:, :, own] = summed if causal else sums[:, :, own] + summed
+                    summed = part.to(wide) if groups == 1 else part.to(wide).sum(dim=0, keepdim=True)
+                    if causal:
+                        sums[:, :, own] = summed
+                    else:
+                        sums[:, :, own] += summed
         return _flat(dq, groups).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 

@@ -47,6 +47,12 @@ def test_each_environment_has_its_own_lowest_return() -> None:
     assert mean == pytest.approx((10 + 5 - 1 - 1 - 1) / 5)
 
 
+def test_success_is_of_the_environments_that_report_it() -> None:
+    rows = [row(1.0, success=True, environment="a"), row(0.0, environment="a"), row(0.0, FAILED, environment="a")]
+    rows += [row(9.0, environment="b"), row(9.0, FAILED, environment="b")]
+    assert evaluation_metrics(rows)["success"] == pytest.approx(1 / 3)
+
+
 def test_without_a_sound_episode_there_is_no_return() -> None:
     metrics = evaluation_metrics([row(0.0, FAILED)] * 3)
     assert math.isnan(metrics["return"]) and math.isnan(metrics["return_sem"]) and "success" not in metrics
