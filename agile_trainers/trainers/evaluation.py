@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class EpisodeEvaluator:
                     lambda: self._sampler.halve(-(-count // world_size)),
                 )
             results = gather_evaluation(self.engine, played, episodes, rank=rank, world_size=world_size)
+            results = replace(results, greedy=not sample)
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.
             missing = -(-count // world_size) - len(specs)
