@@ -99,7 +99,7 @@ class GracefulStop(TrainerCallback):
         self.ask(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Do the same after the last step's evaluation, which may have taken long, or kept the step from being saved."""
+        """Save and stop after the last step's evaluation too: it may take long, or keep the step from being saved."""
         self.ask(args, state, control)
 
     def ask(self, args: Any, state: Any, control: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpointed_runs import BEST, Falls, assert_same, make, weights
+from datasets import Dataset
 from forks import run
 from games import make_trainer
 from transformers import TrainerCallback
@@ -78,7 +79,9 @@ def test_the_checkpoint_of_a_stop_is_there_to_go_on_from(embedded_model, tmp_pat
 @pytest.mark.parametrize("by_hand, step", [(False, 2), (False, 1), (True, 1)])
 def test_a_signal_in_an_evaluation_saves_its_step(embedded_model, tmp_path, warned, by_hand, step):
     """Of the last step too, although the run is over."""
-    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_eval_episodes": 2}
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_eval_episodes": 2}
+    if by_hand:  # an epoch does not end with its first step
+        options["train_dataset"] = Dataset.from_dict({"number": list(range(16))})
     trainer = make_trainer(embedded_model, tmp_path, callbacks=[Evaluated(step)], **options)
     with pytest.raises(SystemExit) as exit_:
         if by_hand:
