@@ -2710,6 +2710,63 @@ MUTATIONS = [
         "if step_of(path) > after and", "if step_of(path) > after + 100 and", "tests/trainers/test_resume.py -k branch",
     ),
     Mutation(
+        "a checkpoint's step is read in its name", "trainers/trainer.py",
+        "generation, self.state.global_step)", "generation, int(checkpoint.rpartition('-')[2]))",
+        "tests/trainers/test_resume.py -k any_name",
+    ),
+    Mutation(
+        "good checkpoints make room for one that does not load", "checkpoints/record.py",
+        "        self.epochs_done = int(", "        self._set_aside()\n        self.epochs_done = int(",
+        "tests/trainers/test_resume.py -k sets_none_aside",
+    ),
+    Mutation(
+        "a run that was moved forgets its best checkpoint", "checkpoints/record.py",
+        "state.best_model_checkpoint = beside.get(name)", "pass", "tests/trainers/test_resume.py -k moved",
+    ),
+    Mutation(
+        "the best checkpoint is deleted by another name of its folder", "checkpoints/record.py",
+        "best and str(run / Path(best).name)", "best", "tests/trainers/test_resume.py -k moved",
+    ),
+    Mutation(
+        "the record of the best policy names the last step", "checkpoints/record.py",
+        "self._trainer.state.global_step if self._best_step is None else self._best_step",
+        "self._trainer.state.global_step", "tests/trainers/test_resume.py -k moved",
+    ),
+    Mutation(
+        "the card of the best policy has the last one's result", "checkpoints/model_card.py",
+        "if one[\"step\"] == record[\"global_step\"]", "if False", "tests/trainers/test_resume.py -k moved",
+    ),
+    Mutation(
+        "one of several data sets is all that a card shows", "checkpoints/model_card.py",
+        "found.setdefault(entry[\"step\"], {}).update(entry)", "found[entry[\"step\"]] = dict(entry)",
+        "tests/trainers/test_hub.py -k data_sets",
+    ),
+    Mutation(
+        "the end of a stopped run deletes where it stopped", "checkpoints/stopping.py",
+        "self._change(args, \"save_total_limit\", 2)", "pass", "tests/trainers/test_stopping.py -k go_on_from",
+    ),
+    Mutation(
+        "a stop saves a model that no run goes on from", "checkpoints/stopping.py",
+        "self._change(args, \"save_only_model\", False)", "pass", "tests/trainers/test_stopping.py -k go_on_from",
+    ),
+    Mutation(
+        "a stop changes the options for good", "checkpoints/stopping.py",
+        "for name, value in self._changed.items():", "for name, value in ():",
+        "tests/trainers/test_stopping.py -k go_on_from",
+    ),
+    Mutation(
+        "a signal in the last evaluation is heard too late", "checkpoints/stopping.py",
+        "def on_epoch_end(", "def epoch_end(", "tests/trainers/test_stopping.py -k signal_in",
+    ),
+    Mutation(
+        "an update does not hear a signal in its evaluation", "trainers/manual_loop.py",
+        "trainer.stop.ask(args, state, control)", "pass", "tests/trainers/test_stopping.py -k signal_in",
+    ),
+    Mutation(
+        "processes that are no more leave their episodes", "records/writer.py",
+        "rank >= processes", "False", "tests/records/test_records.py -k writes_again",
+    ),
+    Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
         "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
     ),

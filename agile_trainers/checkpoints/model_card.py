@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
@@ -97,14 +99,6 @@ def model_card(
     base = record["base_model"]["name"]
     local = base is None or public_path(base) != base
     evaluations, baselines, measured = _evaluations(log_history, baselines or {}), baselines or {}, measure(log_history)
-    results = []
-    if evaluations and record["environment"]:
-        last, metric = evaluations[-1], f"eval_{measured}"
-        played = {"episodes_of": "evaluations during the run", "episodes": int(last.get("eval_episodes", 0))}
-        error = {"standard_error": round(last[f"{metric}_sem"], 4)}
-        results = [
-            result(record["environment"], "mean_reward", f"mean episode {measured}", last[metric], played | error)
-        ]
     metadata = ModelCardData(
         base_model=None if local else base,
         datasets=dataset,
@@ -112,7 +106,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=list(tags),
         model_name=name,
-        eval_results=results or None,
+        eval_results=_run_results(record, evaluations, measured) or None,
     )
     base_name = public_path(base) if base else "a model made in code"
     is_name = base is None or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base_name)
@@ -149,8 +143,40 @@ def model_card(
 
 def _evaluations(log_history: Sequence[Mapping[str, Any]], baselines: Baselines) -> list[Mapping[str, Any]]:
     """Return the last evaluation of each update, without that of update 0 if it is among the baselines."""
-    found = {entry["step"]: entry for entry in log_history if entry.keys() & {"eval_return", "eval_reward"}}
+    found: dict[int, dict[str, Any]] = {}
+    for entry in log_history:
+        if _played(entry):  # each of several data sets has an entry of its own
+            found.setdefault(entry["step"], {}).update(entry)
     return [entry for step, entry in sorted(found.items()) if step or BEFORE not in baselines]
+
+
+def _played(entry: Mapping[str, Any]) -> list[str]:
+    """Return the prefixes of the evaluations in a log: ``eval``, or one for each of several data sets."""
+    if entry.keys() & {"eval_return", "eval_reward"}:
+        return ["eval"]
+    # An environment's part of an evaluation has no such error.
+    return sorted(found[1] for key in entry if (found := re.fullmatch(r"(eval_.+)_reward_sem", key)))
+
+
+def _run_results(
+    record: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], measured: str
+) -> list[EvalResult]:
+    """Return what the evaluations of a run say of its policy, which may not be the last: one result for each data set."""
+    if not evaluations or not record["environment"]:
+        return []
+    own = next((one for one in evaluations if one["step"] == record["global_step"]), evaluations[-1])
+    results = []
+    for prefix in _played(own):
+        value, name = own[f"{prefix}_{measured}"], _shown(prefix.removeprefix("eval").removeprefix("_"))
+        played = {
+            "episodes_of": "evaluations during the run",
+            "episodes": int(own.get(f"{prefix}_episodes", 0)),
+            "standard_error": round(own[f"{prefix}_{measured}_sem"], 4),
+        }
+        if math.isfinite(value):  # else all episodes failed
+            of = f"mean episode {measured}" + (f" of {name}" if name else "")
+            results.append(result(record["environment"], "mean_reward", of, value, played))
+    return results
 
 
 def measure(log_history: Sequence[Mapping[str, Any]]) -> str:
@@ -172,20 +198,26 @@ def _evaluation_rows(
     names = sorted(
         {found[1] for entry in shown for key in entry if (found := re.fullmatch(r"eval_(.+)_return_sem", key))}
     )
-    header = (
-        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {_shown(name)}" for name in names)
-    )  # fmt: skip
-    rows = [
-        (
-            str(entry["step"]),
-            _with_error(entry, "eval", measured),
-            f"{entry['eval_success']:.1%}" if "eval_success" in entry else "",
-            f"{entry['eval_episodes']:.0f}" if "eval_episodes" in entry else "",
-            *(_with_error(entry, f"eval_{name}") for name in names),
-        )
-        for entry in shown
-    ]
-    return [header, *rows]
+    # Several data sets have no common result.
+    prefixes = sorted({prefix for entry in shown for prefix in _played(entry)}) or ["eval"]
+    if "eval" in prefixes or any("eval_success" in entry for entry in shown):
+        prefixes = ["eval"]
+    header, rows = ["update"], [[str(entry["step"])] for entry in shown]
+    for prefix in prefixes:
+        name = prefix.removeprefix("eval").removeprefix("_")
+        names = [one for one in names if one != name]
+        of = f" of {_shown(name)}" if name else ""
+        header += [f"{measured}{of} (± standard error)", f"success{of}", f"episodes{of}"]
+        for row, entry in zip(rows, shown):
+            success, episodes = entry.get(f"{prefix}_success"), entry.get(f"{prefix}_episodes")
+            row += [
+                _with_error(entry, prefix, measured),
+                "" if success is None else f"{success:.1%}",
+                "" if episodes is None else f"{episodes:.0f}",
+            ]
+    for row, entry in zip(rows, shown):
+        row += [_with_error(entry, f"eval_{name}") for name in names]
+    return [tuple(header + [f"return of {_shown(name)}" for name in names]), *map(tuple, rows)]
 
 
 def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return") -> str:
@@ -221,7 +253,7 @@ def _row(cells: Sequence[Any]) -> str:
 
 
 _ENVIRONMENT = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-_ENVIRONMENT.filters |= {"quoted": quoted, "row": _row}
+_ENVIRONMENT.filters |= {"quoted": quoted, "row": _row, "python": partial(json.dumps, ensure_ascii=False)}
 _TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
 
 
@@ -374,8 +406,8 @@ class RunCards:
 
     def note_evaluation(self, prefix: str, metrics: Mapping[str, float]) -> None:
         """Take an evaluation of the untrained policy as a baseline."""
-        if prefix == "eval" and self._trainer.state.global_step == 0:
-            self.baselines[BEFORE] = dict(metrics)
+        if re.match(r"eval(_|$)", prefix) and self._trainer.state.global_step == 0:
+            self.baselines[BEFORE] = {**self.baselines.get(BEFORE, {}), **metrics}
 
     def write(
         self, folder: Path, *, model_name: str | None = None, dataset_name: str | None = None, tags: Sequence[str] = ()
@@ -420,7 +452,9 @@ class RunCards:
         if trainer.engine is not None:
             return trainer.checkpoints.record()
         model = trainer.accelerator.unwrap_model(trainer.model)
-        return record_without_environment(self._algorithm, model, trainer.state.global_step, self._parent)
+        state, best = trainer.state, trainer.args.load_best_model_at_end and not trainer.is_in_train
+        step = state.best_global_step if best and state.best_model_checkpoint else state.global_step
+        return record_without_environment(self._algorithm, model, step, self._parent)
 
 
 def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args: Any, log: Any, rows: str) -> None:
@@ -469,7 +503,7 @@ def result(environment: str, metric: str, name: str, value: float, arguments: Ma
         metric_type=metric,
         metric_name=name,
         metric_value=round(value, 4),
-        metric_args=dict(arguments),
+        metric_args={key: one for key, one in arguments.items() if one == one},  # YAML has NaN, the Hub's JSON has not
     )
 
 

@@ -139,6 +139,10 @@ class RunCheckpoints:
         """Number of whole epochs before the checkpoint that the run was resumed from."""
         self.building: Path | None = None
         """Folder below which a checkpoint is being built."""
+        self._best_step: int | None = None
+        """Step of the best checkpoint, once the policy has its weights."""
+        self._others: list[Path] = []
+        """Checkpoints of another run or branch, to be set aside."""
 
     @property
     def _base_config(self) -> Any:
@@ -179,11 +183,13 @@ class RunCheckpoints:
         folder = None if step is None else output_dir / f"checkpoint-{step}" if newest else Path(str(resume))
         if folder is not None:
             self._check_own_states(folder)
+        self._best_step, self._others = None, []
         self.run_id = on_each_disk(saves, lambda: self._begin(folder, output_dir))[0]
         if saves:
             note_private(output_dir, self._environment, recorded_options(self._args))
         self.epochs_done = 0
         if folder is None:
+            self._set_aside()
             return None
         self.epochs_done = int(read_json(folder / "trainer_state.json")["epoch"])
         self._parent = read_record(folder).get("parent")
@@ -196,7 +202,7 @@ class RunCheckpoints:
             return self._begin_branch(output_dir, after=-1)
         self._check_fits(folder)
         record = read_json(folder / RECORD)
-        own = folder.resolve().parent == output_dir.resolve()
+        own = output_dir.resolve() in (folder.resolve().parent, folder.parent.resolve())  # either may be a link
         later = [path for path in checkpoints(output_dir) if step_of(path) > record["global_step"]]
         if own and not later and record.get("run_id"):
             return record["run_id"]
@@ -234,7 +240,7 @@ class RunCheckpoints:
             )
 
     def _begin_branch(self, output_dir: Path, after: int) -> str:
-        """Set aside checkpoints that a later resume would take for those of a new branch, and return the branch's id.
+        """Note checkpoints that a later resume would take for those of a new branch, and return the branch's id.
 
         Args:
             output_dir: Folder of the run.
@@ -242,15 +248,18 @@ class RunCheckpoints:
         """
         # The policy itself may come from one of them.
         source = Path(self._base_config._name_or_path if self._saved is None else self._saved.folder).resolve()
-        others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
+        self._others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
+        return new_run_id()
+
+    def _set_aside(self) -> None:
+        others, self._others = self._others, []
         if others:
-            where = set_aside(others, output_dir)
+            where = set_aside(others, others[0].parent)
             logger.warning(
                 "%s held checkpoints of another run or branch (%s), which a later resume would take for this one's. They "
                 "are in %s now.",
-                output_dir, ", ".join(path.name for path in others), where,
+                others[0].parent, ", ".join(path.name for path in others), where,
             )  # fmt: skip
-        return new_run_id()
 
     def _check_output_dir(self, output_dir: Path) -> None:
         """Reject an ``output_dir`` with checkpoints of another program, which might be overwritten."""
@@ -375,7 +384,7 @@ class RunCheckpoints:
             "parent": self._parent,
             "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
             "critic": self._args.has_critic,
-            "global_step": self._trainer.state.global_step,
+            "global_step": self._trainer.state.global_step if self._best_step is None else self._best_step,
             "run_id": self.run_id,
             "options": public_options(recorded_options(self._args), type(self._args), self._args.public_values),
             "versions": package_versions(),
@@ -390,9 +399,11 @@ class RunCheckpoints:
             note_private(folder, self._environment, recorded_options(self._args))
 
     def can_load(self, best: Path) -> bool:
-        """Return whether the best checkpoint is complete on all disks; warn if not."""
+        """Return whether the best checkpoint is complete on all disks, and name its step from then on; warn if not."""
         try:
-            on_each_disk(self._args.should_save, lambda: check_complete(best, resumes=False))
+            self._best_step = on_each_disk(
+                self._args.should_save, lambda: read_record(check_complete(best, resumes=False))["global_step"]
+            )[0]
         except CheckpointError as error:
             logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
             return False
@@ -448,10 +459,12 @@ class RunCheckpoints:
     def rotate(self, run: Path) -> None:
         """Delete the checkpoints beyond ``save_total_limit``. ``Trainer`` only sees the folder of unfinished ones."""
         if self._args.should_save:
+            best = self._trainer.state.best_model_checkpoint
             rotate_checkpoints(
                 output_dir=str(run),
                 save_total_limit=self._args.save_total_limit,
-                best_model_checkpoint=self._trainer.state.best_model_checkpoint,
+                # By the name that it has here: the state's may be relative, or another folder's.
+                best_model_checkpoint=best and str(run / Path(best).name),
                 use_mtime=False,  # by step
             )
 
@@ -492,6 +505,22 @@ class RunCheckpoints:
             write_json(folder / _ROLLOUT / _POSITION, state)
 
     # ------------------------------------------------------------------------------------------------------ resume
+
+    def find_best(self, checkpoint: Path) -> None:
+        """Look for the best checkpoint beside the one that is resumed from: its folder may have moved since.
+
+        Args:
+            checkpoint: Its states are loaded, so that checkpoints of another branch are set aside before.
+        """
+        self._set_aside()
+        self._trainer.accelerator.wait_for_everyone()
+        state, best = self._trainer.state, read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
+        # A pushed checkpoint does not name the folder.
+        name = f"checkpoint-{state.best_global_step}" if best is None else Path(best).name
+        beside = {path.name: str(path) for path in checkpoints(checkpoint.parent)}
+        if best is not None and Path(best).is_dir():
+            beside.setdefault(name, best)
+        state.best_model_checkpoint = beside.get(name)
 
     def load_rollout(self, checkpoint: str) -> RolloutState:
         """Load the position in the rollouts that :meth:`saving` saved for this process."""

@@ -48,6 +48,10 @@ class GracefulStop(TrainerCallback):
         self._requested: signal.Signals | None = None
         self._stopped = ""
         self._began = 0.0
+        self._saved_step = -1
+        """The step of the last checkpoint that a run can go on from."""
+        self._changed: dict[str, Any] = {}
+        """Options of the run that differ until its end, with the user's values."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -87,27 +91,67 @@ class GracefulStop(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of this part of the run; a resumed one has the whole time again."""
-        self._began, self.out_of_time = time.monotonic(), False
+        self._began, self.out_of_time, self._saved_step = time.monotonic(), False, -1
+        self._change_back(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a process got a signal or its time is over."""
+        self.ask(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save and stop after the last step's evaluation too: it may take long, or keep the step from being saved."""
+        self.ask(args, state, control)
+
+    def ask(self, args: Any, state: Any, control: Any) -> None:
+        """Make ``Trainer`` save and stop if a process got a signal or its time is over. All processes call this."""
         over = args.max_wall_seconds is not None and time.monotonic() - self._began >= args.max_wall_seconds
         own = torch.tensor([[float(self._requested or 0), float(over)]], device=self._accelerator.device)
         # The signal may reach one process a step later than another, and their clocks differ.
         number, time_is_over = self._accelerator.gather(own).amax(dim=0).tolist()
-        if number or time_is_over:
-            control.should_save = control.should_training_stop = True
+        if not (number or time_is_over):
+            return
+        control.should_training_stop = True
+        # With save_strategy="best", `Trainer` has not saved a step whose evaluation was no new best.
+        control.should_save |= self._saved_step != state.global_step
+        self._change(args, "save_only_model", False)  # no run goes on from a model alone
+        early, said = state.global_step < state.max_steps, bool(self._stopped)
+        if early:
+            self._keep(args, state)
             self._stopped = (
                 f"stopped at step {state.global_step}; --resume_from_checkpoint auto, or "
                 "train(resume_from_checkpoint=True), goes on from there"
             )
         if number:
             self._requested = signal.Signals(int(number))
-        elif time_is_over and state.global_step < state.max_steps:
+        elif early and not said:
             self.out_of_time = True
             logger.warning(
                 "max_wall_seconds=%g is over: %s, with as much time again.", args.max_wall_seconds, self._stopped
             )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that the step is saved."""
+        self._saved_step = -1 if args.save_only_model else state.global_step
+        if self._stopped:
+            self._keep(args, state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the options that a stop changed their values again."""
+        self._change_back(args)
+
+    def _keep(self, args: Any, state: Any) -> None:
+        """Keep the checkpoint of a stop, once it is saved: with ``save_total_limit=1`` the best alone would stay."""
+        if args.save_total_limit == 1 and self._saved_step == state.global_step:
+            self._change(args, "save_total_limit", 2)
+
+    def _change(self, args: Any, name: str, value: Any) -> None:
+        self._changed.setdefault(name, getattr(args, name))
+        setattr(args, name, value)
+
+    def _change_back(self, args: Any) -> None:
+        for name, value in self._changed.items():
+            setattr(args, name, value)
+        self._changed = {}
 
     def pass_on(self) -> None:
         """Stop the caller of ``train`` too.
@@ -116,11 +160,12 @@ class GracefulStop(TrainerCallback):
             KeyboardInterrupt: After SIGINT.
             SystemExit: After SIGTERM, with code 143.
         """
+        why = self._stopped or "training was over"
         if self._requested == signal.SIGTERM:
-            logger.warning("Terminated: %s.", self._stopped)
+            logger.warning("Terminated: %s.", why)
             raise SystemExit(TERMINATED)
         if self._requested:
-            raise KeyboardInterrupt(self._stopped)
+            raise KeyboardInterrupt(why)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class RolloutLog(TrainerCallback):
         self.unfinished = [row | {name: _hidden(row[name]) for name in TRAINED} for row in rows]
 
         def rewind(writer: RecordWriter) -> None:
-            if deleted := writer.rewind(generation, step):
+            if deleted := writer.rewind(generation, step, self._accelerator.num_processes):
                 logger.warning(
                     "The resumed run plays the episodes after step %d again. %d files of earlier records in %s are deleted.",
                     step, deleted, writer.folder,

@@ -250,7 +250,8 @@ class RecordWriter:
     Args:
         folder: ``output_dir`` of the run.
         info: Content of ``run.json``: ``kind`` (``"training"``, the default, or ``"evaluation"``), ``run`` (default: a new
-            id) and whatever describes the run. Written by the process of rank 0, unless the folder has one already.
+            id) and whatever describes the run. Written by the process of rank 0; entries of a run that goes on take the
+            place of the earlier ones.
         max_bytes: Largest size of this process's files of episodes. Beyond it, those of training batches are thinned, see
             :func:`thinned`; if all but the newest are gone, the oldest evaluations are deleted. Default: no limit.
         rank: Index of this process.
@@ -274,11 +275,17 @@ class RecordWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial in self.folder.glob(f"*-rank{rank}.parquet{PARTIAL}"):  # of a killed process
             partial.unlink()
-        if rank == 0 and not (self.folder / RUN).is_file():
-            started = datetime.now(UTC).isoformat(timespec="seconds")
-            entries = {"format": FORMAT, "kind": kind, "started": started, **info, "run": self.run}
+        if rank == 0:
+            new = {"format": FORMAT, "kind": kind, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+            entries = {**new, **self._info(), **info, "run": self.run}
             with replacing(self.folder / RUN) as partial:
                 partial.write_text(json.dumps(Plain()(entries), indent=2) + "\n", encoding="utf-8")
+
+    def _info(self) -> dict[str, Any]:
+        """Return the entries that the run has already; none where they cannot be read."""
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            return dict(json.loads((self.folder / RUN).read_text(encoding="utf-8")))
+        return {}
 
     def write_train(self, generation: int, rows: Iterable[dict[str, Any]]) -> Path:
         """Write the episodes of a generation batch.
@@ -365,18 +372,24 @@ class RecordWriter:
                 pq.write_table(table, partial, compression="zstd", write_statistics=False, store_schema=False)
                 _append(self._digests, digest_entry(path, partial))
 
-    def rewind(self, generation: int, step: int) -> int:
+    def rewind(self, generation: int, step: int, processes: int) -> int:
         """Delete what a resumed run writes again: what came after its checkpoint.
 
         Args:
             generation: First generation batch that was not over at the checkpoint.
             step: Optimizer steps of the checkpoint.
+            processes: Number of processes of the resumed run. The first deletes the files of those that are no more.
 
         Returns:
-            Number of deleted files of this process.
+            Number of files that this process deleted.
         """
-        later = [path for path in self._files(_TRAIN_FILE) if int(path.name.split("-")[1]) >= generation]
-        later += [path for path in self._files(_EVAL_FILE) if int(path.name.split("-")[1]) > step]
+        later = []
+        for pattern, first in ((_TRAIN_FILE, generation), (_EVAL_FILE, step + 1)):
+            for path in self.folder.glob("*.parquet"):
+                if (found := pattern.fullmatch(path.name)) is None or int(found[1]) < first:
+                    continue
+                if (rank := int(found[2])) == self._rank or (self._rank == 0 and rank >= processes):
+                    later.append(path)
         for path in later:
             path.unlink()
         for lines in (self.folder / METRICS, self.folder / FINDINGS):

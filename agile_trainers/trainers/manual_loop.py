@@ -302,9 +302,12 @@ class Updates:
         if self._micro_steps < epoch["steps_in_epoch"]:
             # `Trainer`'s epoch ends here; the epoch of the data set ends only if the run does.
             end = handler.on_epoch_end
-            handler.on_epoch_end = lambda args, state, control: (
-                end(args, state, control) if control.should_training_stop else control
-            )
+
+            def on_epoch_end(args: Any, state: Any, control: Any) -> Any:
+                trainer.stop.ask(args, state, control)
+                return end(args, state, control) if control.should_training_stop else control
+
+            handler.on_epoch_end = on_epoch_end
         try:
             with trainer.stop.heard(), naming_full_disk(trainer.args.output_dir):
                 trainer._run_epoch(

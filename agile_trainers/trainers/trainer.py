@@ -27,7 +27,6 @@ from agile_trainers.adapters.sharding import gathering_adapters
 from agile_trainers.adapters.untrusted import reading_checkpoint
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer
 from agile_trainers.checkpoints.hub import HubPushes
-from agile_trainers.checkpoints.integrity import step_of
 from agile_trainers.checkpoints.model_card import RunCards
 from agile_trainers.checkpoints.resuming import apply_options, optimizer_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
@@ -398,8 +397,9 @@ class MultiTurnTrainer(_Trainer):
         rollout = self.checkpoints.load_rollout(checkpoint)
         construction.restore_state(self, rollout)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
+        self.checkpoints.find_best(Path(checkpoint))
         generation = rollout.steps // self.micro_steps_per_generation
-        self.rollout_log.resume(rollout.episodes, generation, step_of(Path(checkpoint)))
+        self.rollout_log.resume(rollout.episodes, generation, self.state.global_step)
 
     def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
         self._step, self._buffered_inputs = steps, micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
@@ -218,7 +219,7 @@ writer.write_train(1, rows(4, True))
     assert run.metrics() == [{"step": 1, "reward": 0.5}]
     assert len(list(run.folder.glob("*.partial"))) == 1
     resumed = RecordWriter(tmp_path, {"run": "a"})
-    assert resumed.rewind(1, 1) == 0 and not list(run.folder.glob("*.partial"))
+    assert resumed.rewind(1, 1, 1) == 0 and not list(run.folder.glob("*.partial"))
     resumed.write_metrics(2, {"reward": 1.0})
     assert run.metrics() == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0}]
 
@@ -297,16 +298,23 @@ def test_a_resumed_run_writes_again_what_came_after_its_checkpoint(tmp_path: Pat
         first.write_eval(2 * generation, "eval", [trained_row()])
         first.write_metrics(2 * generation, {"reward": generation})
         first.write_findings([{"name": "solved", "step": 2 * generation}])
+    started = "2026-01-01T00:00:00+00:00"
+    (first.folder / "run.json").write_text(json.dumps({"run": "a", "seed": 1, "started": started}))
     resumed = RecordWriter(tmp_path, {"run": "a", "seed": 2})
-    assert resumed.rewind(2, 4) == 3  # training 2 and 3, evaluation at step 6
+    assert resumed.rewind(2, 4, 2) == 3  # training 2 and 3, evaluation at step 6
     (run,) = open_records(tmp_path)
     assert [path.name for path in run.files] == [
         "eval-000000-eval-rank0.parquet", "eval-000002-eval-rank0.parquet", "eval-000004-eval-rank0.parquet",
         "train-000000-rank0.parquet", "train-000000-rank1.parquet", "train-000001-rank0.parquet",
         "train-000001-rank1.parquet", "train-000002-rank1.parquet", "train-000003-rank1.parquet",
     ]  # fmt: skip
-    assert [line["step"] for line in run.metrics()] == [0, 2, 4] and run.info["seed"] == 1
+    assert [line["step"] for line in run.metrics()] == [0, 2, 4]
+    assert run.info["seed"] == 2 and run.info["started"] == started, "the options that it goes on with"
     assert run.findings() == [{"name": "solved", "step": step} for step in (0, 2, 4)]
+    # With one process, of whose episodes those of the other are part.
+    assert other.rewind(2, 4, 1) == 2 and other.write_train(2, [trained_row()])
+    assert resumed.rewind(2, 4, 1) == 1 and not list(run.folder.glob("train-000002-*"))
+    assert len(list(run.folder.glob("train-*-rank1.parquet"))) == 2, "those of before the checkpoint"
 
 
 def test_an_id_says_when_and_what() -> None:

@@ -30,6 +30,30 @@ class Told(Chatter):
         return observation, reward * self.length, *rest
 
 
+class Falling(Chatter):
+    """Pays less with each step of the run, so that the first evaluation is the best."""
+
+    penalty = 0.0
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        return observation, reward - Falling.penalty, *rest
+
+
+class Falls(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Falling.penalty = float(state.global_step)
+
+    on_step_end = on_train_begin
+
+
+BEST: dict[str, Any] = {
+    "environment": Falling, "eval_strategy": "steps", "eval_steps": 1, "num_eval_episodes": 2,
+    "load_best_model_at_end": True, "save_total_limit": 1, **SAVING,
+}  # fmt: skip
+"""Options of a run that ends with the policy of its first evaluation."""
+
+
 CASES: dict[str, dict[str, Any]] = {
     # A generation batch serves four optimizer steps: two passes over four micro-batches, two at a time.
     "grpo": {

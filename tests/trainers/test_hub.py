@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from copy import copy
 from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
@@ -22,7 +24,7 @@ from transformers import AutoTokenizer
 
 from agile_trainers.checkpoints.hub import SILENCE_SECONDS, HubUnreachableError, limit_silence, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete
-from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
+from agile_trainers.checkpoints.model_card import RunCards, draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -311,6 +313,48 @@ def test_a_run_with_reward_functions_is_judged_by_the_reward():
     assert "value: 0.2\n" in text and "standard_error: 0.02" in text and "name: mean episode reward" in text
     (panel,) = panels([*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
     assert panel.training == [(2, 0.2)] and panel.evaluations == [(1, 0.1, 0.02), (2, 0.2, 0.02)]
+
+
+def test_each_of_several_data_sets_has_its_results():
+    log = [
+        {"step": step, **{f"eval_{name}_{metric}": value for metric, value in (
+            ("return", step / of), ("return_sem", 0.02), ("reward", step / of), ("reward_sem", 0.02),
+            ("success", 0.5), ("episodes", 4.0), ("web_return", 0.1), ("web_return_sem", 0.3),
+        )}}
+        for step in (1, 2) for name, of in (("easy", 5), ("hard", 10))
+    ]  # fmt: skip
+    trainer: Any = SimpleNamespace(engine=object(), state=SimpleNamespace(global_step=0))
+    cards = RunCards(trainer, "GRPO", [], {}, None)
+    for name, value in (("easy", 0.05), ("hard", 0.0)):
+        cards.note_evaluation(f"eval_{name}", {f"eval_{name}_return": value, f"eval_{name}_reward_sem": 0.01})
+    text = card(log_history=log, baselines=cards.baselines)
+    table = text.partition("## Evaluation")[2].partition("##")[0].strip().splitlines()
+    assert table[0].startswith("| update | return of easy (± standard error) | success of easy | episodes of easy | ")
+    assert table[0].endswith(" | return of easy_web | return of hard_web |")
+    assert [line.split("|")[1:6] for line in table[2:]] == [
+        [" before training ", " 0.050 ", "  ", "  ", " 0.000 "],
+        [" 1 ", " 0.200 ± 0.020 ", " 50.0% ", " 4 ", " 0.100 ± 0.020 "],
+        [" 2 ", " 0.400 ± 0.020 ", " 50.0% ", " 4 ", " 0.200 ± 0.020 "],
+    ]
+    found = yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]
+    assert [(one["name"], one["value"]) for one in found] == [
+        ("mean episode return of easy", 0.4), ("mean episode return of hard", 0.2)
+    ]  # fmt: skip
+
+
+def test_an_evaluation_whose_episodes_all_failed_is_no_result():
+    nan = float("nan")
+    log = [{"step": 1, "eval_return": nan, "eval_return_sem": nan, "eval_episodes": 4.0}]
+    assert "nan" not in card(log_history=log).split("---")[1]
+    one_episode = [{"step": 1, "eval_return": 0.5, "eval_return_sem": nan, "eval_episodes": 1.0}]
+    metadata = card(log_history=one_episode).split("---")[1]
+    assert "value: 0.5" in metadata and "nan" not in metadata
+
+
+def test_the_lines_of_a_card_are_python_whatever_the_folder_is_called():
+    code = card(model_id='run "a"').partition("```python\n")[2].partition("```")[0]
+    strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert strings.count('run "a"') == 2
 
 
 def test_a_whole_model_loads_as_one():

@@ -15,15 +15,17 @@ from typing import Any
 
 import forks
 import pytest
-from checkpointed_runs import SAVING, assert_same, make, run_until, weights
+from checkpointed_runs import BEST, SAVING, Falls, KillBefore, Killed, assert_same, make, run_until, weights
 from datasets import Dataset
-from games import Chatter
+from games import Chatter, make_trainer
+from safetensors.torch import load_file
 
 from agile_trainers import MultiTurnPPOTrainer
 from agile_trainers.adapters.folders import RECORD, CheckpointError
 from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
 from agile_trainers.checkpoints.resuming import LOCK, OutputDirInUseError, compare_options, locked
 from agile_trainers.envs.registry import describe_environment, make_environment_factory
+from agile_trainers.records.reader import open_records
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -148,6 +150,53 @@ def test_other_rows_are_told(embedded_model, tmp_path, warned):
         trainer = make("reinforce", embedded_model, tmp_path / name, max_steps=3, train_dataset=other)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert sum("it had 16 rows with the columns ['number'], and has 12" in text for text in warned) == told
+
+
+@pytest.mark.parametrize("name", ["last-checkpoint", "kept-7", "latest"])
+def test_a_checkpoint_of_any_name_goes_on(embedded_model, tmp_path, name):
+    """The Hub's copy, a renamed one, and a link: its step is what it says itself, for the rollout log too."""
+    make_trainer(embedded_model, tmp_path, max_steps=2, **SAVING).train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    if name == "latest":
+        (tmp_path / name).symlink_to("checkpoint-1")
+    else:
+        (tmp_path / "checkpoint-1").rename(tmp_path / name)
+    resumed = make_trainer(embedded_model, tmp_path, max_steps=3, **SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / name))
+    (run,) = open_records(tmp_path)
+    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
+    assert sorted({row["generation"] for row in run.index()}) == [0, 1, 2]
+
+
+def test_a_checkpoint_that_does_not_load_sets_none_aside(embedded_model, tmp_path):
+    for name in ("own", "other"):
+        make_trainer(embedded_model, tmp_path / name, max_steps=1, **SAVING).train()
+    (tmp_path / "other" / "checkpoint-1" / "scheduler.pt").write_bytes(b"no state")
+    mark_complete(tmp_path / "other" / "checkpoint-1")
+    trainer = make_trainer(embedded_model, tmp_path / "own", max_steps=2, **SAVING)
+    with pytest.raises(CheckpointError, match="checkpoint-1"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
+    assert check_complete(tmp_path / "own" / "checkpoint-1") and not (tmp_path / "own" / "superseded").exists()
+
+
+def test_a_moved_run_keeps_its_best_checkpoint(embedded_model, tmp_path):
+    """And the record and the card of what it saves tell of that policy, not of the last."""
+    trainer = make_trainer(embedded_model, tmp_path / "a", max_steps=3, callbacks=[Falls(), KillBefore(2)], **BEST)
+    with pytest.raises(Killed):
+        trainer.train()
+    trainer.close()
+    (tmp_path / "a").rename(tmp_path / "b")
+    trainer = make_trainer(embedded_model, tmp_path / "b", max_steps=3, callbacks=[Falls()], **BEST)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "b" / ".." / "b" / "checkpoint-2"))
+    best = tmp_path / "b" / "checkpoint-1"
+    assert best.samefile(trainer.state.best_model_checkpoint)
+    trainer.save_model()
+    saved, kept = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "b", best))
+    assert_same(saved, kept)
+    card = (tmp_path / "b" / "README.md").read_text()
+    (first,) = [one["eval_return"] for one in trainer.state.log_history if one["step"] == 1 and "eval_return" in one]
+    assert record_of(tmp_path / "b")["global_step"] == 1 and ": 1 updates." in card
+    assert f"value: {round(first, 4)}\n" in card
 
 
 @pytest.mark.parametrize("resume", ["", 3])

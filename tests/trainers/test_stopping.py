@@ -7,11 +7,14 @@ import signal
 from typing import Any
 
 import pytest
-from checkpointed_runs import assert_same, make, weights
+from checkpointed_runs import BEST, Falls, assert_same, make, weights
+from datasets import Dataset
 from forks import run
+from games import make_trainer
 from transformers import TrainerCallback
 
 from agile_trainers.checkpoints import stopping
+from agile_trainers.checkpoints.integrity import check_complete
 
 
 class Signal(TrainerCallback):
@@ -38,6 +41,54 @@ def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):
     resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=4)
     resumed.train(resume_from_checkpoint="auto")
     assert_same(weights(resumed), weights(whole))
+
+
+class Evaluated(TrainerCallback):
+    """Sends itself SIGTERM in the evaluation after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"save_strategy": "best", "load_best_model_at_end": False, "save_total_limit": None},
+        {"save_only_model": True},
+    ],
+    ids=["best alone stays", "best alone is saved", "model alone"],
+)
+def test_the_checkpoint_of_a_stop_is_there_to_go_on_from(embedded_model, tmp_path, changes):
+    """The stop is at step 2, whose evaluation is worse than that of step 1."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, max_steps=4, callbacks=[Falls(), Signal(signal.SIGTERM)], **{**BEST, **changes}
+    )
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert check_complete(tmp_path / "checkpoint-2")
+    assert trainer.state.best_global_step == 1 and check_complete(tmp_path / "checkpoint-1", resumes=False)
+    assert {name: getattr(trainer.args, name) for name in changes} == changes
+    assert trainer.args.save_total_limit == {**BEST, **changes}["save_total_limit"]
+
+
+@pytest.mark.parametrize("by_hand, step", [(False, 2), (False, 1), (True, 1)])
+def test_a_signal_in_an_evaluation_saves_its_step(embedded_model, tmp_path, warned, by_hand, step):
+    """Of the last step too, although the run is over."""
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_eval_episodes": 2}
+    if by_hand:  # an epoch does not end with its first step
+        options["train_dataset"] = Dataset.from_dict({"number": list(range(16))})
+    trainer = make_trainer(embedded_model, tmp_path, callbacks=[Evaluated(step)], **options)
+    with pytest.raises(SystemExit) as exit_:
+        if by_hand:
+            trainer.update(trainer.rollout())
+        trainer.train()
+    assert exit_.value.code == 143 and check_complete(tmp_path / f"checkpoint-{step}")
+    assert warned[-1].startswith("Terminated: training was over." if step == 2 else "Terminated: stopped at step 1;")
 
 
 LONELY = """

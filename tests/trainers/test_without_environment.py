@@ -69,6 +69,22 @@ def test_same_seed_same_run(embedded_model, tmp_path, changes):
     assert all(torch.equal(trl_state[name], our_state[name]) for name in trl_state)
 
 
+def test_the_card_of_the_best_policy_names_its_step(embedded_model, tmp_path):
+    def falling(completions, trainer_state, **_):
+        return [-float(trainer_state.global_step)] * len(completions)
+
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    args = MultiTurnGRPOConfig(**trl_settings(tmp_path, max_steps=2, max_completion_length=4, **every, **best))
+    trainer = MultiTurnGRPOTrainer(
+        str(embedded_model), falling, args, train_dataset=ROWS, eval_dataset=ROWS, peft_config=LoraConfig(r=2)
+    )
+    trainer.train()
+    trainer.save_model()
+    assert ": 1 updates." in (tmp_path / "README.md").read_text()
+    assert ": 2 updates." in (tmp_path / "checkpoint-2" / "README.md").read_text()
+
+
 def test_tools_still_work(embedded_model, tmp_path, monkeypatch):
     """The model is made to call a tool by starting every answer with a scripted call."""
     from transformers import AutoTokenizer
