@@ -2715,6 +2715,11 @@ MUTATIONS = [
         "tests/trainers/test_resume.py -k any_name",
     ),
     Mutation(
+        "a pushed checkpoint resumes until it is saved", "checkpoints/record.py",
+        "{**made.stateful_callbacks, **state.stateful_callbacks}", "state.stateful_callbacks",
+        "tests/trainers/test_resume.py -k any_name",
+    ),
+    Mutation(
         "good checkpoints make room for one that does not load", "checkpoints/record.py",
         "        self.epochs_done = int(", "        self._set_aside()\n        self.epochs_done = int(",
         "tests/trainers/test_resume.py -k sets_none_aside",

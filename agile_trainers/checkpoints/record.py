@@ -17,6 +17,8 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -507,7 +509,7 @@ class RunCheckpoints:
     # ------------------------------------------------------------------------------------------------------ resume
 
     def find_best(self, checkpoint: Path) -> None:
-        """Look for the best checkpoint beside the one that is resumed from: its folder may have moved since.
+        """Look for the best checkpoint beside the one that is resumed from: its folder may have moved, or been pushed.
 
         Args:
             checkpoint: Its states are loaded, so that checkpoints of another branch are set aside before.
@@ -521,6 +523,10 @@ class RunCheckpoints:
         if best is not None and Path(best).is_dir():
             beside.setdefault(name, best)
         state.best_model_checkpoint = beside.get(name)
+        # `Trainer` updates the states of callbacks that are there; a pushed checkpoint has none.
+        known = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        made = TrainerState(stateful_callbacks=[one for one in known if isinstance(one, ExportableState)])
+        state.stateful_callbacks = {**made.stateful_callbacks, **state.stateful_callbacks}
 
     def load_rollout(self, checkpoint: str) -> RolloutState:
         """Load the position in the rollouts that :meth:`saving` saved for this process."""

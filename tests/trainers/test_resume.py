@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from agile_trainers import MultiTurnPPOTrainer
 from agile_trainers.adapters.folders import RECORD, CheckpointError
+from agile_trainers.checkpoints.disclosure import disclose
 from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
 from agile_trainers.checkpoints.resuming import LOCK, OutputDirInUseError, compare_options, locked
 from agile_trainers.envs.registry import describe_environment, make_environment_factory
@@ -161,6 +162,8 @@ def test_a_checkpoint_of_any_name_goes_on(embedded_model, tmp_path, name):
         (tmp_path / name).symlink_to("checkpoint-1")
     else:
         (tmp_path / "checkpoint-1").rename(tmp_path / name)
+    if name == "last-checkpoint":  # pushed without the states of callbacks
+        disclose(tmp_path / name)
     resumed = make_trainer(embedded_model, tmp_path, max_steps=3, **SAVING)
     resumed.train(resume_from_checkpoint=str(tmp_path / name))
     (run,) = open_records(tmp_path)
