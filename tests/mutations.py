@@ -798,7 +798,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an expert's success in the policy's", "monitor/episode_log.py",
-        "own = [place for place, expert in enumerate(shown) if not expert]", "own = list(range(len(shown)))",
+        "own = [place for place, expert in enumerate(shown) if not expert and place % members not in experts]",
+        "own = list(range(len(shown)))",
         f"{SHOWN} -k own_episodes",
     ),
     Mutation(
@@ -945,7 +946,7 @@ MUTATIONS = [
     ),
     Mutation(
         "returns of another policy without their weights", "objectives/returns.py",
-        "happened, weights[:, k] * delta + gamma", "happened, delta + gamma", DRIFT,
+        "happened, weights[:, k] * delta + after", "happened, delta + after", DRIFT,
     ),
     Mutation(
         "the value of a path's next call without its weight", "objectives/returns.py",
@@ -988,7 +989,16 @@ MUTATIONS = [
     ),
     Mutation(
         "V-trace weighs what came before the turn", "objectives/returns.py",
-        "torch.where(index >= k, ratios, 1.0)", "ratios", DRIFT,
+        "torch.where(index >= k, ratios, 1.0)", "ratios", f"{DRIFT} -k targets",
+    ),
+    Mutation(
+        "V-trace's later turns have no ratios of the turn", "objectives/returns.py",
+        "gamma, gae_lambda, ratios, ratios)", "gamma, gae_lambda, ratios, None)", f"{DRIFT} -k targets",
+    ),
+    Mutation(
+        "an expert's places are those that it took", "monitor/episode_log.py",
+        "not expert and place % members not in experts", "not expert",
+        "tests/trainers/test_demonstrations.py -k environment_that_fails",
     ),
     Mutation(
         "rewards read the environment's last word", "step/reward.py",
@@ -1041,7 +1051,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keys of a few words are none", "checkpoints/disclosure.py",
-        "[A-Z]?[a-z]{0,15}\\d{0,3}(?![\\w\\-+/=~]))", "[A-Z]?[a-z]{0,15}\\d{0,3})",
+        "[A-Z]?[a-z]{0,15}\\d{0,3}(?![\\w\\-+/=~]|\\.[\\w\\-]))", "[A-Z]?[a-z]{0,15}\\d{0,3})",
         "tests/trainers/test_secrets.py -k keys_beside",
     ),
     Mutation(
@@ -1050,7 +1060,7 @@ MUTATIONS = [
     ),
     Mutation(
         "processors stay at home", "checkpoints/disclosure.py",
-        ' "*processor_config.json",', "", "tests/trainers/test_image_runs.py -k pushed",
+        ' "processor_config.json",', "", "tests/trainers/test_image_runs.py -k pushed",
     ),
     Mutation(
         "private values beside a model that is saved elsewhere", "checkpoints/record.py",
@@ -1201,7 +1211,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lambda ignored", "objectives/returns.py",
-        "delta + gamma * gae_lambda * running", "delta + gamma * running", GAE,
+        "after = gamma * gae_lambda * (", "after = gamma * (", GAE,
     ),
     Mutation(
         "KL arguments swapped in the reward", "objectives/ratios.py",

@@ -41,7 +41,8 @@ MODEL_FILES = (
 )  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "*processor_config.json",
+    "additional_chat_templates/*.jinja", "processor_config.json", "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
 """Files of a further adapter, in its subfolder."""
@@ -87,7 +88,7 @@ _NAMES = (
     r"(?:api|access|private|account)[_\-]?key|token|secret|passw(?:or)?d|passphrase|pwd|auth|authorization|bearer|cookie"
     r"|credential"
 )
-_NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]))"
+_NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]|\.[\w\-]))"
 """A look ahead that refuses words, as in the names of environments and models (``key-door-v2``)."""
 _FORMS = (
     # Each is tried at every place of a text: none may read far ahead from many places, or long texts take hours.
@@ -532,6 +533,7 @@ def _replace(path: Path, text: str) -> None:
 
 _REWRITTEN: dict[str, Callable[[Path], None]] = {
     "**/*.jinja": lambda path: _replace(path, masked(path.read_text(encoding="utf-8"))),
+    "**/*processor_config.json": lambda path: write_json(path, masked(read_json(path))),
     "trainer_state.json": _rewrite_state,
     POSITION: lambda path: write_json(path, {**read_json(path), "watch": {}, "tasks": {}}),
 }

@@ -222,7 +222,7 @@ def _evaluation_rows(
 
 def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return") -> str:
     name = f"{prefix}_{measured}"
-    error = f" ± {entry[f'{name}_sem']:.3f}" if f"{name}_sem" in entry else ""
+    error = f" ± {entry[f'{name}_sem']:.3f}" if math.isfinite(entry.get(f"{name}_sem", math.nan)) else ""
     return f"{entry[name]:.3f}{error}" if name in entry else ""
 
 

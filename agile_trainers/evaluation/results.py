@@ -210,7 +210,7 @@ def counted_mean(
         units: The unit of each, of episodes that depend on each other, such as repetitions. Default: each is its own.
 
     Returns:
-        Both NaN if every episode failed; the error, if several episodes are one unit.
+        Both NaN if every episode failed; the error, with fewer than two units.
     """
     found: dict[str | None, list[float]] = defaultdict(list)
     counted, failed = list[tuple[float, Hashable]](), list[tuple[str | None, Hashable]]()
@@ -225,7 +225,7 @@ def counted_mean(
     every = [value for value, _ in counted]
     counted += [(failed_value(found[name] or every, ranges.get(name)), unit) for name, unit in failed]
     numbers = [value for value, _ in counted]
-    return fmean(numbers), standard_error(numbers, [unit for _, unit in counted]) if len(numbers) > 1 else 0.0
+    return fmean(numbers), standard_error(numbers, [unit for _, unit in counted])
 
 
 def _failed(row: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
@@ -81,10 +82,12 @@ class EpisodeLog:
         if any(shown):
             # An expert's episodes say nothing of the policy.
             demonstrated = demonstration_metrics(rows, shown, self._members)
-            own = [place for place, expert in enumerate(shown) if not expert]
-            rows, rewards = [rows[place] for place in own], rewards[own]
-            trajectories = [trajectory for trajectory in trajectories if not trajectory.demonstration]
-            members = max(1, len(own) * self._members // len(shown))
+            # In every group at the same places, also where the policy took one: all groups are of one size.
+            experts = {place % members for place, expert in enumerate(shown) if expert} if members > 1 else set()
+            own = [place for place, expert in enumerate(shown) if not expert and place % members not in experts]
+            first = PartialState().process_index * len(trajectories)
+            trajectories = [trajectories[place - first] for place in own if 0 <= place - first < len(trajectories)]
+            rows, rewards, members = [rows[place] for place in own], rewards[own], max(1, members - len(experts))
         per_episode = self._rewards.totals(rewards)
         unused = gather_object([episode_metrics(trajectory) for _, trajectory in discarded])
         known = self._reports_success

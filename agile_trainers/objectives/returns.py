@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from agile_trainers.objectives.segments import spread_to_tokens
@@ -129,12 +131,27 @@ def gae(
             _first_rewards(index if rewarded is None else rewarded, turn_mask, gamma),
             weights,
         )
+    return _gae_one_by_one(turn_rewards, values, final_values, turn_mask, gamma, gae_lambda, weights, None)
+
+
+def _gae_one_by_one(
+    turn_rewards: torch.Tensor,
+    values: torch.Tensor,
+    final_values: torch.Tensor,
+    turn_mask: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    weights: torch.Tensor,
+    traces: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute :func:`gae` of turns one after another. Each turn's ``traces`` (B, K) multiply what comes after it."""
     advantages = torch.zeros_like(values)
     running, next_values = torch.zeros_like(final_values), final_values
     for k in range(values.size(1) - 1, -1, -1):
         happened = turn_mask[:, k]
         delta = turn_rewards[:, k] + gamma * next_values - values[:, k]
-        running = torch.where(happened, weights[:, k] * delta + gamma * gae_lambda * running, running)
+        after = gamma * gae_lambda * (running if traces is None else traces[:, k] * running)
+        running = torch.where(happened, weights[:, k] * delta + after, running)
         next_values = torch.where(happened, values[:, k], next_values)
         advantages[:, k] = torch.where(happened, running, 0.0)
     return advantages
@@ -173,15 +190,15 @@ def vtrace_targets(
     Returns:
         (B, K), 0 where no turn happened.
     """
-    index, targets = torch.arange(values.size(1), device=values.device), torch.zeros_like(values)
-    for k in range(values.size(1)):
-        weights = torch.where(index >= k, ratios, 1.0).cumprod(dim=1)
-        surprise = gae(
-            turn_rewards, values, final_values, turn_mask, gamma=gamma, gae_lambda=gae_lambda, following=following,
-            rewarded=rewarded, weights=weights,
-        )  # fmt: skip
-        targets[:, k] = values[:, k] + surprise[:, k]
-    return torch.where(turn_mask, targets, 0.0)
+    ratios, episodes = ratios.to(values.dtype), (turn_rewards, values, final_values, turn_mask)
+    if following is None and rewarded is None:
+        surprises = _gae_one_by_one(*episodes, gamma, gae_lambda, ratios, ratios)
+    else:
+        index, surprises = torch.arange(values.size(1), device=values.device), torch.zeros_like(values)
+        surprise = partial(gae, *episodes, gamma=gamma, gae_lambda=gae_lambda, following=following, rewarded=rewarded)
+        for k in range(values.size(1)):
+            surprises[:, k] = surprise(weights=torch.where(index >= k, ratios, 1.0).cumprod(dim=1))[:, k]
+    return torch.where(turn_mask, values + surprises, 0.0)
 
 
 def _gae_on_paths(

@@ -310,7 +310,7 @@ class RecordWriter:
         Raises:
             OSError: If the file cannot be written.
         """
-        name = f"eval-{step:06d}-{re.sub(r'[^A-Za-z0-9_.]', '_', prefix)}"
+        name = f"eval-{step:06d}-{re.sub(r'[^A-Za-z0-9_]', '_', prefix)}"
         names = (name if number == 1 else f"{name}.{number}" for number in count(1))
         return self._write(next(free for free in names if not self._path(free).exists()), rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -116,9 +117,13 @@ class Demonstrations:
 
     def close(self) -> None:
         """Close the instances that scripted policies play."""
-        for environment in self._instances.values():
+        while self._instances:
+            self._drop(self._instances.popitem()[1])
+
+    @staticmethod
+    def _drop(environment: Any) -> None:
+        with suppress(Exception):
             getattr(environment, "close", lambda: None)()
-        self._instances.clear()
 
     def placed(self, specs: Sequence[EpisodeSpec], places: Sequence[int]) -> list[EpisodeSpec]:
         """Let the expert take its places.
@@ -164,6 +169,7 @@ class Demonstrations:
             )
         except Exception as error:
             if not asking:
+                self._drop(self._instances.pop(spec.environment))
                 logger.warning_once(
                     f"demonstrations={self._name!r}: the environment failed while it played ({describe_error(error)}). The "
                     "policy plays such episodes."

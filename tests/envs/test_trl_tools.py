@@ -243,6 +243,10 @@ def test_by_id() -> None:
         make_environment_factory(f"trl:{__name__}:Counter", colour="red")
 
 
+def test_a_reward_function_without_a_signature_is_taken() -> None:
+    assert type(trl_environment(Counter, reward_funcs=[max])()) is TRLEnvironment
+
+
 @pytest.mark.parametrize(
     ("factory", "kwargs", "message"),
     [

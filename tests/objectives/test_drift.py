@@ -269,6 +269,23 @@ def test_targets_are_those_of_the_policy_that_learns(program, seed, gamma, gae_l
     torch.testing.assert_close(same, torch.where(prox.mask, plain, 0.0))
 
 
+def test_targets_of_one_path_are_those_of_turns_one_after_another():
+    """Two computations: a product of ratios for each turn, and one sum from the last turn on."""
+    torch.manual_seed(0)
+    rewards, values, ratios = torch.randn(3, 5, 7).double()
+    ratios, final, happened = (
+        ratios.exp(),
+        torch.randn(5).double(),
+        torch.arange(7) < torch.tensor([[0], [1], [4], [7], [7]]),
+    )
+    options = {"gamma": 0.9, "gae_lambda": 0.7}
+    found = vtrace_targets(rewards, values, final, happened, ratios, **options)
+    following = torch.arange(1, 8).expand(5, -1)
+    torch.testing.assert_close(
+        found, vtrace_targets(rewards, values, final, happened, ratios, **options, following=following)
+    )
+
+
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
     "following", [None, [[1, 2, 3]] * 2, [[2, 3, 3], [3, 3, 3]]], ids=["next", "named", "skipping"]

@@ -369,6 +369,10 @@ def test_an_environment_that_fails_costs_the_demonstration(embedded_model, tmp_p
     assert played.batch.failed.tolist() == [True] * 4 + [False] * 4
     (text,) = told
     assert "the environment failed while it played (RuntimeError: fragile" in text
+    trainer.train()
+    (log,) = [entry for entry in trainer.state.log_history if "return/mean" in entry]
+    # Of six own episodes, three in the group that fails.
+    assert log["stop/environment_error"] == 0.5 and log["groups_with_different_starts"] == 0
 
 
 @pytest.mark.parametrize(

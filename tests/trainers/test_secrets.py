@@ -374,7 +374,9 @@ WORDS = (
 KEYS = (
     "sk-proj-abcdefgh12345678ABCD", "sk_live_abcdefghij0123456789", "secret_abcdefghijklmnopqrst",
     "key-0123456789abcdef0123456789abcdef", "token='hunter2hunter2'", "Bearer abcdefghijklmnopqrstuvwxyz",
-    "Basic dXNlcjpwYXNz", "pk_test_words_and_then_aB3dE5gH7jK9mN1p",
+    "Basic dXNlcjpwYXNz",
+    "Bearer sl.u.AbC1dEf2GhI3jKl4", "Bearer dp.pt.aB3dE5gH7jK9mN1p", "Bearer v2.local.aB3dE5gH7jK9",
+    "pk_test_words_and_then_aB3dE5gH7jK9mN1p",
 )  # fmt: skip
 
 

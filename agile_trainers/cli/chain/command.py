@@ -8,6 +8,7 @@ after each stage. docs/chaining.md describes the file.
 from __future__ import annotations
 
 import argparse
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -525,7 +526,8 @@ def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: Episo
 
 
 def _scores(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: metrics[name] for name in ("return", "return_sem", "success", "episodes") if name in metrics}
+    found = {name: metrics.get(name, math.nan) for name in ("return", "return_sem", "success", "episodes")}
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def results(rows: list[dict[str, Any]]) -> Table:
@@ -544,7 +546,8 @@ def results(rows: list[dict[str, Any]]) -> Table:
 
 def _gained(scores: dict[str, float]) -> tuple[str, str]:
     success = f"{scores['success']:.1%}" if "success" in scores else "-"
-    return f"{scores['return']:+.3f} ± {scores.get('return_sem', 0.0):.3f}", success
+    error = f" ± {scores['return_sem']:.3f}" if "return_sem" in scores else ""
+    return f"{scores['return']:+.3f}{error}" if "return" in scores else "-", success
 
 
 def main(argv: Sequence[str]) -> None:

@@ -159,8 +159,11 @@ class TRLEnvironment:
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         for function in self.reward_funcs:
-            asked = inspect.signature(function).parameters.values()
-            if missing := [it.name for it in asked if it.name in _OF_TRAINERS and it.default is it.empty]:
+            try:
+                asked = inspect.signature(function).parameters
+            except (TypeError, ValueError):  # a callable written in C has none
+                continue
+            if missing := [it.name for it in asked.values() if it.name in _OF_TRAINERS and it.default is it.empty]:
                 name = getattr(function, "__name__", function)
                 raise ValueError(
                     f"The reward function {name!r} requires {missing[0]!r}, which the trainer's reward_funcs get and those "
