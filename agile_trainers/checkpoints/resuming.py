@@ -41,7 +41,7 @@ _OF_GROUPS = ("weight_decay", "betas", "eps")
 """The optimizer's entries of these options, besides the rate."""
 _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
 """Options whose value must fit the states in the checkpoint."""
-_IN_THE_BATCH = ("beta", "teacher", "demonstrations", "replay_successes")
+_IN_THE_BATCH = ("beta", "demonstrations", "replay_successes")
 """Options whose loss reads what only a batch that was made with them holds."""
 _OF_THE_BATCH = ("kl_placement", "teacher", "teacher_gradient", "turn_value_position")
 """Options of which each value has columns of its own in a batch."""
