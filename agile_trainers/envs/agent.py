@@ -288,11 +288,6 @@ class AgentEnvironment:
         return await call(self.solve, model, task)
 
 
-def bound_play(environment: Any, model: Model, task: Task) -> Callable[[], Any]:
-    """Bind ``play`` to its arguments."""
-    return partial(environment.play, model, task)
-
-
 def is_agent(factory: Any) -> bool:
     """Return whether an environment's factory is an agent's."""
     return agent_of(factory) is not None

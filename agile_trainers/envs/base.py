@@ -58,45 +58,24 @@ EnvironmentFactory = Callable[[], Environment]
 """Makes one environment instance; called once for every episode that runs at the same time."""
 
 
-def bound_reset(environment: Environment, seed: int | None, options: dict[str, Any] | None) -> Callable[[], Any]:
-    """Bind ``reset`` to its arguments.
+def bound(environment: Any, method: str, *arguments: Any) -> Callable[[], Any]:
+    """Bind a method of an environment to its arguments, as a rollout calls it.
 
     Args:
         environment: The instance.
-        seed: Seed of the episode.
-        options: The dataset row; None is omitted if the signature does not take it.
+        method: ``"reset"``, which gets its arguments by keyword, or another one, which gets them by position. Where it is
+            not defined, ``"end"`` returns None and ``"context"`` returns ``NotImplemented``.
+        arguments: For ``reset`` the seed and the dataset row. A row that is None is omitted if the signature takes none.
     """
-    arguments = (
-        {"seed": seed} if options is None and not reads_rows(environment.reset) else {"seed": seed, "options": options}
-    )
-    return partial(environment.reset, **arguments)
-
-
-def bound_step(environment: Environment, action: str) -> Callable[[], Any]:
-    """Bind ``step`` to its argument, by position."""
-    return partial(environment.step, action)
-
-
-def bound_end(environment: Environment, reason: str) -> Callable[[], Any]:
-    """Bind ``end`` to its argument, by position; it returns None where the environment does not define it.
-
-    Args:
-        environment: The instance.
-        reason: The limit that ends the episode.
-    """
-    end: Callable[..., Any] | None = getattr(environment, "end", None)
-    return (lambda: None) if end is None else partial(end, reason)
-
-
-def bound_context(environment: Environment, messages: list[Message]) -> Callable[[], Any]:
-    """Bind ``context`` to its argument, by position; it returns ``NotImplemented`` where the environment does not define it.
-
-    Args:
-        environment: The instance.
-        messages: The messages that the next answer would be sampled after.
-    """
-    context: Any = getattr(environment, "context", None)
-    return partial(context, messages) if callable(context) else (lambda: NotImplemented)
+    if method == "reset":
+        seed, options = arguments
+        rows = {} if options is None and not reads_rows(environment.reset) else {"options": options}
+        return partial(environment.reset, seed=seed, **rows)
+    if method == "end" and getattr(environment, "end", None) is None:
+        return lambda: None
+    if method == "context" and not callable(getattr(environment, "context", None)):
+        return lambda: NotImplemented
+    return partial(getattr(environment, method), *arguments)
 
 
 def reads_rows(reset: Callable[..., Any]) -> bool:

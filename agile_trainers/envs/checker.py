@@ -26,9 +26,7 @@ from agile_trainers.envs.base import (
     ResetResult,
     StepResult,
     as_messages,
-    bound_end,
-    bound_reset,
-    bound_step,
+    bound,
     reads_rows,
 )
 from agile_trainers.envs.images import ImageError, as_content, read_part
@@ -507,18 +505,18 @@ async def _play(
 ) -> tuple[Observation, list[StepResult]]:
     """Play one episode; return its first observation and its steps."""
     watch.begin(f"reset(seed={seed})")
-    start, _ = validate_reset(await _call(bound_reset(environment, seed, options)))
+    start, _ = validate_reset(await _call(bound(environment, "reset", seed, options)))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]
         watch.begin(f"step() of turn {turn + 1} after reset(seed={seed})")
-        steps.append(validate_step(await _call(bound_step(environment, action))))
+        steps.append(validate_step(await _call(bound(environment, "step", action))))
         observation, _, terminated, truncated, _ = steps[-1]
         if terminated or truncated:
             break
     else:
         watch.begin(f"end() of turn {max_turns} after reset(seed={seed})")
-        reward = validate_end(await _call(bound_end(environment, "max_turns")))
+        reward = validate_end(await _call(bound(environment, "end", "max_turns")))
         if reward is not None:
             steps[-1] = (observation, steps[-1][1] + reward, *steps[-1][2:])
     return start, steps

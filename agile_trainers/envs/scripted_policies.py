@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from agile_trainers.envs.agent import AgentEnvironment
-from agile_trainers.envs.base import Environment, Observation, as_messages, bound_end, bound_reset, bound_step
+from agile_trainers.envs.base import Environment, Observation, as_messages, bound
 from agile_trainers.envs.checker import validate_end, validate_reset, validate_step
 from agile_trainers.types import Message
 
@@ -69,17 +69,17 @@ def play(
         EnvironmentProtocolError: If the environment breaks the protocol.
     """
     rng = random.Random(f"player {seed if player is None else player}")
-    observation, _ = validate_reset(bound_reset(environment, seed, options)())
+    observation, _ = validate_reset(bound(environment, "reset", seed, options)())
     episode = Episode(messages=as_messages(observation))
     while True:
         answer = policy(episode.messages, rng)
         episode.messages.append({"role": "assistant", "content": answer})
-        observation, reward, terminated, truncated, episode.info = validate_step(bound_step(environment, answer)())
+        observation, reward, terminated, truncated, episode.info = validate_step(bound(environment, "step", answer)())
         episode.rewards.append(reward)
         over = terminated or truncated
         if not over and len(episode.rewards) == max_turns:
             over = True
-            ended = bound_end(environment, "max_turns")()
+            ended = bound(environment, "end", "max_turns")()
             episode.rewards[-1] += validate_end(asyncio.run(ended) if inspect.iscoroutine(ended) else ended) or 0.0
         if over:
             episode.final_observation = observation

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from agile_trainers.envs.agent import Agent, Model, Task, agent_of, bound_play
-from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
+from agile_trainers.envs.agent import Agent, Model, Task, agent_of
+from agile_trainers.envs.base import Environment, EnvironmentFactory, bound
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
@@ -178,12 +178,12 @@ class EnvironmentPool:
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
         """Start an episode of the environment ``name`` once ``max_environments`` allows it; see :meth:`outcomes`."""
         self._names[episode] = name
-        self._queued.append(partial(self._call, episode, "reset", bound_reset, seed, options))
+        self._queued.append(partial(self._call, episode, "reset", seed, options))
         self._start_queued()
 
     def step(self, episode: int, action: str) -> None:
         """Send an action; :meth:`outcomes` returns the outcome."""
-        self._call(episode, "step", bound_step, action)
+        self._call(episode, "step", action)
 
     def agent(self, name: str | None = None) -> Agent | None:
         """Return the agent that plays the episodes of an environment; None if its instances are stepped."""
@@ -195,7 +195,7 @@ class EnvironmentPool:
         ``timeout`` counts for the whole episode, without the time from :meth:`pause` to :meth:`go_on`.
         """
         self._names[episode] = name
-        self._queued.append(partial(self._call, episode, "play", bound_play, model, task))
+        self._queued.append(partial(self._call, episode, "play", model, task))
         self._start_queued()
 
     def pause(self) -> None:
@@ -241,7 +241,7 @@ class EnvironmentPool:
         """
         if not self._defines(episode, "end"):
             return False
-        self._call(episode, "end", bound_end, reason)
+        self._call(episode, "end", reason)
         return True
 
     def rewrites(self, episode: int) -> bool:
@@ -250,7 +250,7 @@ class EnvironmentPool:
 
     def context(self, episode: int, messages: list[Message]) -> None:
         """Ask the environment what the model is to see; :meth:`outcomes` returns it, or ``NotImplemented``."""
-        self._call(episode, "context", bound_context, messages)
+        self._call(episode, "context", messages)
 
     def _defines(self, episode: int, method: str) -> bool:
         try:
@@ -369,11 +369,11 @@ class EnvironmentPool:
         while self._queued and len(self._playing) < self.max_environments:
             self._queued.popleft()()
 
-    def _call(self, episode: int, method: str, bind: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
+    def _call(self, episode: int, method: str, *arguments: Any) -> None:
         call = _Call(episode, method)
         try:
             call.environment = self.environment(episode, self._names[episode])
-            call.function = bind(call.environment, *arguments)
+            call.function = bound(call.environment, method, *arguments)
         except SharedInstanceError:
             raise
         except BaseException as error:

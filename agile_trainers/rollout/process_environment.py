@@ -28,17 +28,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import cloudpickle
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from agile_trainers.envs.agent import Model, Task, bound_play
-from agile_trainers.envs.base import (
-    Environment,
-    EnvironmentFactory,
-    ResetResult,
-    StepResult,
-    bound_context,
-    bound_end,
-    bound_reset,
-    bound_step,
-)
+from agile_trainers.envs.agent import Model, Task
+from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult, bound
 from agile_trainers.envs.checker import describe_error, describe_failure
 from agile_trainers.envs.isolation.levels import describe_status
 from agile_trainers.envs.isolation.process_tree import (
@@ -225,16 +216,6 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
-    "reset": bound_reset,
-    "step": bound_step,
-    "play": bound_play,
-    "end": bound_end,
-    "context": bound_context,
-    "return_range": lambda environment: functools.partial(getattr, environment, "return_range", None),
-}
-
-
 @functools.lru_cache(maxsize=1)  # the instances of a pool are of one factory
 def _modules(sent: bytes) -> frozenset[str]:
     """Return the modules that a pickle imports: of what a factory is made of, and those that its functions use."""
@@ -288,8 +269,10 @@ def _answer_calls(sent: bytes, connection: Connection) -> None:
                 environment = factory()
             if method == "close":
                 function = getattr(environment, "close", lambda: None)
+            elif method == "return_range":
+                function = functools.partial(getattr, environment, method, None)
             else:
-                function = _BOUND[method](environment, *arguments)
+                function = bound(environment, method, *arguments)
             value = function()
             answer: tuple[str | None, Any] = (
                 None,
