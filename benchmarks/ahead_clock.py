@@ -181,16 +181,15 @@ class VirtualGenerator:
 
     def __init__(self, clock: Clock, slots: int, work: Sequence[Sequence[float]], answer: Callable[[int], list[int]]):
         self._clock, self._slots, self._work, self._answer = clock, slots, work, answer
-        self._conversations = Conversations()
+        self._conversations = Conversations[GenerationRequest]()
         self._waiting: dict[int, GenerationRequest] = {}
         self._computing: dict[int, tuple[float, GenerationRequest]] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Let a request wait for a slot."""
-        key = request.episode
-        self._conversations.check(request, {(key, 0)} if key in self._waiting or key in self._computing else ())
-        self._conversations.submitted(request)
-        self._waiting[key] = request
+        self._conversations.check(request)
+        self._conversations.submitted(request, request)
+        self._waiting[request.episode] = request
 
     def step(self) -> list[GenerationOutput]:
         """Go on to the next answer, or to the time at which to stop."""

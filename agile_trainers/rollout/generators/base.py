@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from agile_trainers.types import Picture
 
@@ -117,66 +117,64 @@ class Generator(Protocol):
         """Forget an episode that has ended, with its pending requests (frees its KV cache). Unknown ones are ignored."""
 
 
-def check_request(request: GenerationRequest, known: Sequence[int], under_way: bool) -> None:
-    """Reject a malformed request.
-
-    Args:
-        request: The request.
-        known: Every id of the episode so far, the last answer included; empty for a new episode.
-        under_way: True if an earlier request of the episode with the same ``call`` is still pending.
-
-    Raises:
-        ValueError: If such a request is pending, the prompt is empty, ``max_new_tokens`` is below 1, or the conversation
-            does not begin with the known ids and has ``extends``.
-    """
-    episode, ids = request.episode, request.token_ids
-    if under_way:
-        raise ValueError(
-            f"Episode {episode} already has a pending request with call={request.call}. Wait for its answer, give this one "
-            "another `call`, or `release` the episode."
-        )
-    if not ids:
-        raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
-    if request.max_new_tokens < 1:
-        raise ValueError(
-            f"Episode {episode}: `max_new_tokens` is {request.max_new_tokens}, expected at least 1. "
-            "End the episode when the context is full."
-        )
-    if not request.extends or list(ids[: len(known)]) == list(known):
-        return
-    position = next((i for i, (old, new) in enumerate(zip(known, ids)) if old != new), len(ids))
-    found = f"id {ids[position]}" if position < len(ids) else "the end"
-    raise ValueError(
-        f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
-        "sampled before. Append the new ids to the old ones instead of encoding text again, set `extends=False` if the "
-        "context is rewritten on purpose, or `release` the episode to start it again."
-    )
+Pending = TypeVar("Pending")
 
 
-class Conversations:
-    """The last request of every episode with its answer, against which the next request is checked."""
+class Conversations(Generic[Pending]):
+    """The pending requests, and the last request of every episode with its answer, against which the next one is checked."""
 
     def __init__(self) -> None:
+        self.pending: dict[tuple[int, int], Pending] = {}
+        """(Episode, call) of each pending request to what its generator keeps of it."""
         self._last: dict[int, tuple[GenerationRequest, list[int]]] = {}
 
-    def check(self, request: GenerationRequest, under_way: Container[tuple[int, int]]) -> None:
-        """Reject a malformed request; ``under_way`` has the pending ones by (episode, call). See :func:`check_request`."""
-        _, known = self._last.get(request.episode, (None, []))
-        check_request(request, known, (request.episode, request.call) in under_way)
+    def check(self, request: GenerationRequest) -> None:
+        """Reject a malformed request.
 
-    def submitted(self, request: GenerationRequest) -> None:
-        """Note a request that was accepted."""
+        Raises:
+            ValueError: If a request of the same episode and ``call`` is pending, the prompt is empty, ``max_new_tokens`` is
+                below 1, or the conversation does not begin with the known ids and has ``extends``.
+        """
+        episode, ids = request.episode, request.token_ids
+        if (episode, request.call) in self.pending:
+            raise ValueError(
+                f"Episode {episode} already has a pending request with call={request.call}. Wait for its answer, give this "
+                "one another `call`, or `release` the episode."
+            )
+        if not ids:
+            raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"Episode {episode}: `max_new_tokens` is {request.max_new_tokens}, expected at least 1. "
+                "End the episode when the context is full."
+            )
+        _, known = self._last.get(episode, (None, []))
+        if not request.extends or list(ids[: len(known)]) == list(known):
+            return
+        position = next((i for i, (old, new) in enumerate(zip(known, ids)) if old != new), len(ids))
+        found = f"id {ids[position]}" if position < len(ids) else "the end"
+        raise ValueError(
+            f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
+            "sampled before. Append the new ids to the old ones instead of encoding text again, set `extends=False` if the "
+            "context is rewritten on purpose, or `release` the episode to start it again."
+        )
+
+    def submitted(self, request: GenerationRequest, kept: Pending) -> None:
+        """Note a request that was accepted, and what is kept of it while it is pending."""
         self._last[request.episode] = request, list(request.token_ids)
+        self.pending[request.episode, request.call] = kept
 
-    def answered(self, request: GenerationRequest, token_ids: list[int]) -> None:
-        """Note the answer to a request, unless the episode has submitted another one since."""
+    def answered(self, request: GenerationRequest, token_ids: list[int]) -> Pending:
+        """Note the answer to a request, and return what was kept of it."""
         last, known = self._last[request.episode]
-        if last is request:
+        if last is request:  # else the episode has submitted another one since
             known += token_ids
+        return self.pending.pop((request.episode, request.call))
 
-    def release(self, episode: int) -> None:
-        """Forget an episode."""
+    def release(self, episode: int) -> list[Pending]:
+        """Forget an episode, and return what was kept of its pending requests."""
         self._last.pop(episode, None)
+        return [self.pending.pop(key) for key in [key for key in self.pending if key[0] == episode]]
 
 
 def check_room(request: GenerationRequest, max_model_length: int) -> None:

@@ -31,26 +31,24 @@ class ScriptedGenerator:
     def __init__(self, script: Script, latency: int | Callable[[GenerationRequest], int] = 1) -> None:
         self._script = script
         self._latency = latency
-        self._conversations = Conversations()
-        self._under_way: dict[tuple[int, int], _Answer] = {}
+        self._conversations = Conversations[_Answer]()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request and call the script immediately.
 
         Raises:
-            ValueError: If the request (see ``checks.check_request``) or the script's answer is malformed.
+            ValueError: If the request (see :meth:`.Conversations.check`) or the script's answer is malformed.
         """
-        self._conversations.check(request, self._under_way)
+        self._conversations.check(request)
         output = _answer(self._script(request), request)
         steps = self._latency(request) if callable(self._latency) else self._latency
-        self._conversations.submitted(request)
-        self._under_way[request.episode, request.call] = _Answer(request, output, steps)
+        self._conversations.submitted(request, _Answer(request, output, steps))
 
     def step(self) -> list[GenerationOutput]:
         """Advance one step and return the answers that are due."""
-        for answer in self._under_way.values():
+        for answer in self._conversations.pending.values():
             answer.steps_left -= 1
-        done = [self._under_way.pop(key) for key, answer in [*self._under_way.items()] if answer.steps_left == 0]
+        done = [answer for answer in self._conversations.pending.values() if answer.steps_left == 0]
         for answer in done:
             self._conversations.answered(answer.request, answer.output.token_ids)
         return [answer.output for answer in done]
@@ -58,13 +56,11 @@ class ScriptedGenerator:
     @property
     def pending(self) -> int:
         """Number of requests submitted and not yet answered."""
-        return len(self._under_way)
+        return len(self._conversations.pending)
 
     def release(self, episode: int) -> None:
         """Forget an episode and its pending requests, if any."""
         self._conversations.release(episode)
-        for key in [key for key in self._under_way if key[0] == episode]:
-            del self._under_way[key]
 
 
 def _answer(answer: list[int] | GenerationOutput, request: GenerationRequest) -> GenerationOutput:

@@ -131,9 +131,8 @@ class TransformersGenerator:
             _log_rereading(base.config.model_type, self._reading)
         # MPS has no float64.
         self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
-        self._conversations = Conversations()
+        self._conversations = Conversations[SampledAnswer]()
         self._lineages: dict[int, list[CachedLineage]] = {}  # of each episode, in the order of their last requests
-        self._under_way: dict[tuple[int, int], SampledAnswer] = {}
         self._waiting: list[SampledAnswer] = []
         self._batch: DecodingBatch | None = None
 
@@ -144,11 +143,10 @@ class TransformersGenerator:
             ValueError: If the episode has a pending request of the same ``call``, the prompt is empty, ``max_new_tokens`` is
                 below 1, or the ids do not start with those of the last request and its answer, and ``extends`` is true.
         """
-        self._conversations.check(request, self._under_way)
-        self._conversations.submitted(request)
+        self._conversations.check(request)
         lineage = self._lineage_for(request)
         answer = SampledAnswer(request, lineage, read=len(lineage.ids) - lineage.cached)
-        self._under_way[request.episode, request.call] = answer
+        self._conversations.submitted(request, answer)
         self._waiting.append(answer)
 
     @torch.no_grad()
@@ -167,13 +165,12 @@ class TransformersGenerator:
     @property
     def pending(self) -> int:
         """Number of requests submitted and not yet returned."""
-        return len(self._under_way)
+        return len(self._conversations.pending)
 
     def release(self, episode: int) -> None:
         """Forget an episode and its pending requests, if any."""
-        self._conversations.release(episode)
         self._lineages.pop(episode, None)
-        answers = [self._under_way.pop(key) for key in [key for key in self._under_way if key[0] == episode]]
+        answers = self._conversations.release(episode)
         decoding = [answer for answer in answers if answer not in self._waiting]
         self._waiting = [answer for answer in self._waiting if answer not in answers]
         if decoding:
@@ -332,7 +329,7 @@ class TransformersGenerator:
         tokens, logprobs, kept = self._sample(batch, logits)
         batch.record(tokens)
         stopped = torch.zeros_like(logprobs) if self._stop is None else self._stop(batch.recent, None)
-        outputs = []
+        outputs, finished = [], []
         drawn, sets = self._read(torch.stack([tokens.double(), logprobs, stopped.double()], dim=1), kept)
         for row, (answer, (token, logprob, stop)) in enumerate(zip(batch.rows, drawn)):
             if answer is None:
@@ -341,8 +338,9 @@ class TransformersGenerator:
             answer.kept += sets[row : row + 1]
             if reason:
                 outputs.append(self._finish(answer, reason))
-        if outputs:
-            self._drop([self._under_way.pop((output.episode, output.call)) for output in outputs])
+                finished.append(answer)
+        if finished:
+            self._drop(finished)
         batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
         return outputs
 

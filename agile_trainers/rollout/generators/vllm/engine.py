@@ -283,9 +283,8 @@ class VllmGenerator:
         self._params.logit_bias = logit_bias(reader)
         self._eos = eos_token_ids
         self._stop = stop_criteria(settings, tokenizer)
-        self._conversations = Conversations()
+        self._conversations = Conversations[str]()  # of each pending request vLLM's key
         self._under_way: dict[str, _Answer] = {}
-        self._keys: dict[tuple[int, int], str] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request.
@@ -295,7 +294,7 @@ class VllmGenerator:
                 below 1, the ids do not start with those of the last request and its answer although ``extends`` is true, or
                 the answer might exceed the engine's ``max_model_length``.
         """
-        self._conversations.check(request, self._keys)
+        self._conversations.check(request)
         check_room(request, self._engine.max_model_length)
         params = copy.copy(self._params)  # vLLM makes a deep copy
         params.max_tokens = request.max_new_tokens
@@ -303,8 +302,8 @@ class VllmGenerator:
             params.seed = seed_of(request)
         prompt = prompt_of(request, self._reader)
         key = self._engine.submit(prompt, params, self._adapter_of(request.episode))
-        self._keys[request.episode, request.call], self._under_way[key] = key, _Answer(request)
-        self._conversations.submitted(request)
+        self._under_way[key] = _Answer(request)
+        self._conversations.submitted(request, key)
 
     def step(self) -> list[GenerationOutput]:
         """Sample one token of every running request and return the finished answers. Empty when idle.
@@ -326,8 +325,7 @@ class VllmGenerator:
 
     def release(self, episode: int) -> None:
         """Forget an episode and its pending requests, if any."""
-        self._conversations.release(episode)
-        keys = [self._keys.pop(call) for call in [call for call in self._keys if call[0] == episode]]
+        keys = self._conversations.release(episode)
         for key in keys:
             del self._under_way[key]
         if keys:
@@ -335,7 +333,7 @@ class VllmGenerator:
 
     def close(self) -> None:
         """Abort every request, so that the engine is idle for the next rollout, also after an exception."""
-        for episode, _ in list(self._keys):
+        for episode, _ in list(self._conversations.pending):
             self.release(episode)
 
     def _extend(self, output: RequestOutput) -> _Answer:
@@ -377,11 +375,10 @@ class VllmGenerator:
 
     def _finish(self, answer: _Answer, reason: FinishReason) -> GenerationOutput:
         request = answer.request
-        key = self._keys.pop((request.episode, request.call))
+        key = self._conversations.answered(request, answer.token_ids)
         del self._under_way[key]
         if self._stop is not None:
             self._engine.engine.abort_request([key])  # vLLM does not get the stop strings
-        self._conversations.answered(request, answer.token_ids)
         kept = answer.kept or kept_sets(self._settings, self._eos, len(answer.token_ids))
         return GenerationOutput(
             request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read, kept

@@ -246,8 +246,7 @@ class ServerGenerator:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
         if reader is not None:
             self._fields["logit_bias"] = logit_bias(reader)
-        self._conversations = Conversations()
-        self._under_way: dict[tuple[int, int], GenerationRequest] = {}
+        self._conversations = Conversations[GenerationRequest]()
         # What other threads use: requests in the order of their episodes, then of their arrival; and answers.
         self._arrived = itertools.count()
         self._waiting: queue.PriorityQueue[tuple[int, int, GenerationRequest, dict[str, Any]]] = queue.PriorityQueue()
@@ -263,15 +262,14 @@ class ServerGenerator:
                 below 1, the ids do not start with those of the last request and its answer although ``extends`` is true, or
                 the answer might exceed the server's ``max_model_length``.
         """
-        self._conversations.check(request, self._under_way)
+        self._conversations.check(request)
         check_room(request, self._servers.max_model_length)
         fields = self._fields | {"max_tokens": request.max_new_tokens}
         if self._settings.do_sample:
             fields["seed"] = seed_of(request)
         if self._reader is not None:
             fields["features"] = features_of(request, self._reader)
-        self._conversations.submitted(request)
-        self._under_way[request.episode, request.call] = request
+        self._conversations.submitted(request, request)
         self._waiting.put((request.episode, next(self._arrived), request, fields))
         self._threads.submit(self._ask)
 
@@ -287,13 +285,13 @@ class ServerGenerator:
             ValueError: If a log-probability is not a number.
         """
         outputs: list[GenerationOutput] = []
-        while self._under_way:
+        while self._conversations.pending:
             try:
                 patience = 0 if outputs or self._wake is not None else PATIENCE
                 request, answer = self._answers.get(timeout=patience)
             except queue.Empty:
                 break
-            if self._under_way.get((request.episode, request.call)) is not request:
+            if self._conversations.pending.get((request.episode, request.call)) is not request:
                 continue  # released in the meantime
             if isinstance(answer, BaseException):
                 raise answer
@@ -303,18 +301,15 @@ class ServerGenerator:
     @property
     def pending(self) -> int:
         """Number of requests submitted and not yet returned."""
-        return len(self._under_way)
+        return len(self._conversations.pending)
 
     def release(self, episode: int) -> None:
         """Forget an episode. Pending answers are discarded when they arrive."""
         self._conversations.release(episode)
-        for key in [key for key in self._under_way if key[0] == episode]:
-            del self._under_way[key]
 
     def close(self) -> None:
         """Cancel requests that have not started and wait for the others, so that the adapter can be replaced."""
         self._conversations = Conversations()
-        self._under_way.clear()
         self._threads.shutdown(cancel_futures=True)
 
     def _ask(self) -> None:
@@ -334,7 +329,6 @@ class ServerGenerator:
         self, request: GenerationRequest, token_ids: list[int], logprobs: list[float], cached: int | None
     ) -> GenerationOutput:
         check_logprobs(request.episode, logprobs)
-        del self._under_way[request.episode, request.call]
         self._conversations.answered(request, token_ids)
         reason = self._reason(token_ids, request.max_new_tokens)
         read = None if cached is None else len(request.token_ids) - cached
