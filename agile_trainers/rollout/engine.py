@@ -1,4 +1,4 @@
-"""The engine that a run's episodes are played by: limits, opening of rollouts, and who was busy. Independent of TRL."""
+"""The engine that a run's episodes are played by: limits, opening of rollouts, and who was busy. Independent of trainers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from weakref import ref
 from agile_trainers.envs.base import Observation
 from agile_trainers.envs.context import History
 from agile_trainers.rollout.agents.rollout import AgentRollout
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.rollout import Episodes, Rollout
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits, cut_observation
+from agile_trainers.rollout.spec import EpisodeSpec, Limits, cut_observation
 from agile_trainers.rollout.stepped import SteppedRollout, first_messages
 from agile_trainers.types import Message, Trajectory
 
@@ -38,7 +39,7 @@ class RolloutEngine:
     def __init__(
         self,
         pool: EnvironmentPool,
-        chat: Chat,
+        chat: ChatRenderer,
         limits: Limits,
         *,
         environment_limits: Mapping[str, Limits] | None = None,

@@ -1,52 +1,15 @@
-"""Defines an episode: its seeds and row, its limits, and the interface of the chat renderer."""
+"""Defines an episode: its seeds and row, its limits, and the answers of an expert."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isclose
-from typing import Any, Protocol
+from typing import Any
 
 from agile_trainers.envs.base import Observation
 from agile_trainers.envs.checker import LONG_OBSERVATION
-from agile_trainers.types import Message, Picture, Trajectory, parts_of
-
-
-class Chat(Protocol):
-    """Interface of a chat renderer, as the loop uses it; see :class:`agile_trainers.rollout.chat.renderer.ChatRenderer`."""
-
-    eos_token_ids: list[int]
-    """Ids that end an answer."""
-    chat_template: str | None
-    """The template in use; None for plain text."""
-    rewrite: Any
-    """A turn that the template rewrites later; None if it keeps them."""
-    forks: bool
-    """True if a conversation is rendered again where the template rewrites earlier turns."""
-
-    @property
-    def longest_token(self) -> int: ...
-
-    def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
-
-    def goes_on(
-        self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
-    ) -> bool: ...
-
-    def before(self, text: str) -> list[int]: ...
-
-    def delimited(self, observation: Observation, last_action_id: int) -> list[int]: ...
-
-    def decode(self, action_ids: list[int]) -> str: ...
-
-    def pictures(self, messages: list[Message]) -> list[Picture]: ...
-
-    def with_tools(self, tools: list[dict[str, Any]]) -> Chat: ...
-
-    def parsed(self, prompt_ids: list[int], action_ids: Sequence[int]) -> Message | None: ...
-
-    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int] | None: ...
+from agile_trainers.types import Message, Trajectory, parts_of
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from agile_trainers.envs.checker import (
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.images import check_images
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -35,7 +36,7 @@ from agile_trainers.rollout.replay import (
     noise_state,
     set_noise_state,
 )
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits, cut_observation
+from agile_trainers.rollout.spec import EpisodeSpec, Limits, cut_observation
 from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn, common_prefix, keyed, text_of
 
 
@@ -183,7 +184,7 @@ class SteppedRollout:
     def __init__(
         self,
         pool: EnvironmentPool,
-        chat: Chat,
+        chat: ChatRenderer,
         histories: Mapping[str | None, History],
         *,
         system_prompt: str | None = None,

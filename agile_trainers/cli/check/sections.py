@@ -45,12 +45,12 @@ from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
 from agile_trainers.evaluation.statistics import within
 from agile_trainers.judges.questions import GROUP
 from agile_trainers.monitor.reporting import training_summary
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import declared_range
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
-from agile_trainers.rollout.spec import Chat
 from agile_trainers.types import StopReason, Trajectory
 
 OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
@@ -266,7 +266,7 @@ def _warn_of_paths(report: Report, run: Run, played: Sequence[Trajectory]) -> No
         )
 
 
-def _tokens_of_one_path(episode: Trajectory, chat: Chat) -> int:
+def _tokens_of_one_path(episode: Trajectory, chat: ChatRenderer) -> int:
     """Return the tokens of an episode if nothing had been rewritten, nor asked: first prompt, answers and observations."""
     total = len(episode.prompt_ids)
     answered = [k for k, turn in enumerate(episode.turns) if not turn.question]

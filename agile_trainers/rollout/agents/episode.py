@@ -42,11 +42,12 @@ from agile_trainers.rollout.agents.requests import (
     SampledToken,
     Ticket,
 )
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
 from agile_trainers.rollout.forest import Call, Fork, conversation, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, Picture, StopReason, Trajectory, common_prefix, keyed, parts_of, text_of
 
 _HERMES = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
@@ -234,7 +235,7 @@ class AgentEpisode:
         agent: The agent, for what it declares.
     """
 
-    def __init__(self, index: int, spec: EpisodeSpec, limits: Limits, chat: Chat, agent: Agent) -> None:
+    def __init__(self, index: int, spec: EpisodeSpec, limits: Limits, chat: ChatRenderer, agent: Agent) -> None:
         self.index, self.spec, self.limits, self.chat, self.agent = index, spec, limits, chat, agent
         self.stop_reason: StopReason | None = None
         self.asked: dict[str, _Asked] = {}
@@ -614,7 +615,7 @@ class AgentEpisode:
             ids, shown = chat.first(messages, sampled=True), messages
         return _Sample(asked, ids, (), shown, [message["role"] for message in messages], None, fork)
 
-    def _delimited(self, chat: Chat, context: list[Message], before: _Sample, after: Any) -> list[int] | None:
+    def _delimited(self, chat: ChatRenderer, context: list[Message], before: _Sample, after: Any) -> list[int] | None:
         """Return the ids between an answer and the next one, None if the template does not write the messages there."""
         try:
             if not chat.goes_on(context, before.begun, before.ids, after):

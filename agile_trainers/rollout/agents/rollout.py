@@ -12,10 +12,11 @@ from agile_trainers.envs.agent import Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
 from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse_request
 from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import Ended, RecordedEpisode
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 
 class AgentRollout:
@@ -30,7 +31,7 @@ class AgentRollout:
         chat: Renders prompts.
     """
 
-    def __init__(self, pool: EnvironmentPool, chat: Chat) -> None:
+    def __init__(self, pool: EnvironmentPool, chat: ChatRenderer) -> None:
         self._episodes: dict[int, AgentEpisode] = {}
         self._pool, self._chat = pool, chat
         from agile_trainers.rollout.agents.server import AgentServer  # aiohttp, which stepped environments do not need

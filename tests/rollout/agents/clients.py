@@ -9,8 +9,9 @@ from typing import Any
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.agents.episode import AgentEpisode
 from agile_trainers.rollout.agents.requests import POLICY, Answer, CalledTool, ChatRequest, Choice, Marks, Ticket
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest
-from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message
 
 Sampled = tuple[list[int], FinishReason]
@@ -21,7 +22,7 @@ class Client:
 
     def __init__(
         self,
-        chat: Chat,
+        chat: ChatRenderer,
         sample: Callable[[GenerationRequest], Sampled],
         *,
         agent: Agent | None = None,
