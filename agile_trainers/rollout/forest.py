@@ -53,6 +53,12 @@ class Call:
     """The images of the prompt, in order, and of what follows the answer."""
 
 
+OF_TURNS = (
+    "text", "finish_reason", "reward", "observation", "info", "rewarded", "messages", "fork", "question",
+)  # fmt: skip
+"""Fields that a call and its turn share."""
+
+
 def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int] = (), **options: Any) -> Trajectory:
     """Make an episode of calls, in the order in which they were submitted.
 
@@ -79,22 +85,8 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
     for k, call in enumerate(calls):
         _check(call, k)
         start = turns[-1].end if turns else 0
-        turns.append(
-            Turn(
-                start,
-                start + len(call.answer_ids),
-                call.text,
-                call.finish_reason,
-                call.reward,
-                call.observation,
-                call.info,
-                place=len(call.prompt_ids),
-                rewarded=call.rewarded,
-                messages=call.messages,
-                fork=call.fork,
-                question=call.question,
-            )
-        )
+        said = {name: getattr(call, name) for name in OF_TURNS}
+        turns.append(Turn(start, start + len(call.answer_ids), place=len(call.prompt_ids), **said))
         whole.append([*call.prompt_ids, *call.answer_ids, *(last if k == len(calls) - 1 else ())])
     holders = _holders([keyed(ids, call.pictures) for ids, call in zip(whole, calls, strict=True)])
     numbers = {holder: number for number, holder in enumerate(dict.fromkeys(holders))}

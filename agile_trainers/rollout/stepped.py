@@ -26,7 +26,7 @@ from agile_trainers.envs.images import check_images
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
-from agile_trainers.rollout.forest import Call, Fork, forest
+from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import (
     Ended,
@@ -157,16 +157,9 @@ class _Episode:
             path[: turn.place],
             path[turn.place : turn.place + turn.end],
             self.logprobs[k],
-            turn.text,
-            turn.finish_reason,
-            turn.reward,
-            turn.observation,
-            turn.info,
-            messages=turn.messages,
-            fork=turn.fork,
-            question=turn.question,
             kept=self.kept[k],
             pictures=self.pictures[turn.path],
+            **{name: getattr(turn, name) for name in OF_TURNS},
         )
 
 
