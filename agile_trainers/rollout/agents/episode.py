@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from itertools import pairwise
@@ -506,17 +506,7 @@ class AgentEpisode:
         for _ in range(request.n):
             count = self._occurrences[prompt, asked.trained, label]
             self._occurrences[prompt, asked.trained, label] += 1
-            sample = _Sample(
-                asked,
-                first.prompt_ids,
-                (*label, count),
-                first.shown,
-                first.begun,
-                first.after,
-                first.fork,
-                pictures,
-                dict(first.info),
-            )
+            sample = replace(first, occurrence=(*label, count), pictures=pictures, info={})
             sample.fork = self._fork(sample)
             asked.samples.append(sample)
             requests.append(self._submitted(sample))
