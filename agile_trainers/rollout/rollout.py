@@ -160,7 +160,9 @@ class Rollout:
         if self._given:
             generator = DemonstratingGenerator(generator, self._given)
         if self._recorded:
-            generator = ReplayingGenerator(generator, self._recorded, self._replayed)
+            generator = ReplayingGenerator(
+                generator, self._recorded, lambda key, record: self._playing[key].replayed(key, record)
+            )
         # One that tells when it has an answer need not be asked again and again.
         listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         if listen is not None:
@@ -205,7 +207,8 @@ class Rollout:
                 if not tells:
                     sampling.end(self)
                 for output in outputs:
-                    self._on_output(output, generator, on_finish)
+                    requests = self._playing[output.episode].on_output(output)
+                    self._proceed(output.episode, requests, generator, on_finish)
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
@@ -223,9 +226,6 @@ class Rollout:
             return RecordedEpisode([*record.answers, *left.answers], left.noise)
         return record
 
-    def _replayed(self, key: int, record: RecordedEpisode) -> None:
-        self._playing[key].replayed(key, record)
-
     def _on_outcome(
         self, outcome: Outcome, generator: Generator, on_finish: Callable[[Trajectory], None] | None
     ) -> None:
@@ -237,13 +237,6 @@ class Rollout:
         else:
             self._proceed(outcome.episode, episodes.on_outcome(outcome), generator, on_finish)
 
-    def _on_output(
-        self, output: GenerationOutput, generator: Generator, on_finish: Callable[[Trajectory], None] | None
-    ) -> None:
-        """Process an answer."""
-        requests = self._playing[output.episode].on_output(output)
-        self._proceed(output.episode, requests, generator, on_finish)
-
     def _proceed(
         self,
         key: int,
@@ -251,15 +244,12 @@ class Rollout:
         generator: Generator,
         on_finish: Callable[[Trajectory], None] | None,
     ) -> None:
+        """Submit the requests of an episode, and finish it if it has ended."""
         for request in requests:
             generator.submit(request)
-        if (ended := self._playing[key].ended(key)) is not None:
-            del self._playing[key]
-            self._finish(key, ended, generator, on_finish)
-
-    def _finish(
-        self, key: int, ended: Ended, generator: Generator, on_finish: Callable[[Trajectory], None] | None
-    ) -> None:
+        if (ended := self._playing[key].ended(key)) is None:
+            return
+        del self._playing[key]
         generator.release(key)
         if (left := self._recorded.pop(key, None)) is not None:
             warn_of(left)
