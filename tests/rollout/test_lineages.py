@@ -218,8 +218,8 @@ class Program(Asked):
             for lineage in lineages:
                 assert lineage.kv is None or lineage.cached <= int(lineage.kv.mask[lineage.row].sum())
         busy = [lineage for lineages in generator._lineages.values() for lineage in lineages if lineage.busy]
-        assert {answer.lineage for answer in generator._under_way.values()} == set(busy)
-        assert len(busy) == len(generator._under_way)
+        assert {answer.lineage for answer in generator._conversations.pending.values()} == set(busy)
+        assert len(busy) == len(generator._conversations.pending)
 
 
 @pytest.mark.parametrize("settings", SAMPLED.values(), ids=SAMPLED)
