@@ -102,7 +102,23 @@ class Judge:
         held_out: bool = False,
         name: str | None = None,
     ) -> None:
-        _check(rubric, per, scale, prices, concurrency, timeout, attempts, orders)
+        if not callable(rubric) and (not isinstance(rubric, str) or not rubric.strip()):
+            raise ValueError(
+                f"rubric must say what is good, as text or as a function of an episode, got {rubric!r:.100}."
+            )
+        if per not in UNITS:
+            raise ValueError(f"per must be one of {', '.join(map(repr, UNITS))}, got {per!r}.")
+        if len(scale) != 2 or not all(map(isfinite, scale)) or not scale[0] < scale[1]:
+            raise ValueError(f"scale must be the lowest and the highest score, as (0.0, 1.0), got {scale!r}.")
+        if len(prices) != 2 or not all(isfinite(price) and price >= 0 for price in prices):
+            raise ValueError(
+                f"prices must be two prices of a million tokens, of questions and of answers, got {prices!r}."
+            )
+        if orders not in (1, 2) or (orders == 2 and per != GROUP):
+            raise ValueError(f"orders must be 1, or 2 with per='group', got {orders!r} with per={per!r}.")
+        for limit, value in {"concurrency": concurrency, "timeout": timeout, "attempts": attempts}.items():
+            if not value >= (0 if limit == "timeout" else 1) or not value:
+                raise ValueError(f"{limit} must be positive, got {value!r}.")
         if isinstance(judge, str):
             source: JudgeEndpoint | JudgeFunction = JudgeEndpoint(judge, model, key_env, options or {})
         elif callable(judge):
@@ -319,33 +335,3 @@ class Judge:
     def cost(self, tokens: tuple[int, int]) -> float:
         """Return the price of tokens of questions and of answers."""
         return sum(price * count for price, count in zip(self._prices, tokens)) / 1e6
-
-
-def _check(
-    rubric: Any,
-    per: str,
-    scale: tuple[float, float],
-    prices: tuple[float, float],
-    concurrency: int,
-    timeout: float,
-    attempts: int,
-    orders: int,
-) -> None:
-    """Check the arguments of a judge.
-
-    Raises:
-        ValueError: For values that do not fit.
-    """
-    if not callable(rubric) and (not isinstance(rubric, str) or not rubric.strip()):
-        raise ValueError(f"rubric must say what is good, as text or as a function of an episode, got {rubric!r:.100}.")
-    if per not in UNITS:
-        raise ValueError(f"per must be one of {', '.join(map(repr, UNITS))}, got {per!r}.")
-    if len(scale) != 2 or not all(map(isfinite, scale)) or not scale[0] < scale[1]:
-        raise ValueError(f"scale must be the lowest and the highest score, as (0.0, 1.0), got {scale!r}.")
-    if len(prices) != 2 or not all(isfinite(price) and price >= 0 for price in prices):
-        raise ValueError(f"prices must be two prices of a million tokens, of questions and of answers, got {prices!r}.")
-    if orders not in (1, 2) or (orders == 2 and per != GROUP):
-        raise ValueError(f"orders must be 1, or 2 with per='group', got {orders!r} with per={per!r}.")
-    for name, value in {"concurrency": concurrency, "timeout": timeout, "attempts": attempts}.items():
-        if not value >= (0 if name == "timeout" else 1) or not value:
-            raise ValueError(f"{name} must be positive, got {value!r}.")
