@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -41,16 +41,8 @@ def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
         args: A ``MultiTurnConfig``.
         do_sample: False takes the likeliest token.
     """
-    return SamplingSettings(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        min_new_tokens=args.min_new_tokens,
-        stop_strings=tuple(args.stop_strings or ()),
-        do_sample=do_sample,
-    )
+    settings = {one.name: getattr(args, one.name) for one in fields(SamplingSettings) if one.name != "do_sample"}
+    return SamplingSettings(**settings | {"stop_strings": tuple(args.stop_strings or ()), "do_sample": do_sample})
 
 
 def _multiplies_in_tf32() -> bool:
@@ -148,7 +140,7 @@ class RolloutSampler:
                 make(self.rows)
             return
         try:
-            with self._on_engine(self.vllm, settings):
+            with self._on_engine(settings):
                 pass
         except BaseException:
             self.close()
@@ -284,7 +276,7 @@ class RolloutSampler:
         if versions is None:
             with policy.serving() as moved:
                 self._count_sync(moved, started)
-                with self._on_engine(policy, settings) as made:
+                with self._on_engine(settings) as made:
                     yield made
             return
         self.serve(versions)
@@ -301,11 +293,9 @@ class RolloutSampler:
         self, versions: Versions, settings: SamplingSettings | None = None
     ) -> AbstractContextManager[Generator]:
         """Make a generator that samples each episode with its version, of those that :meth:`serve` has named by then."""
-        policy, of = self.vllm, versions.of
-        assert policy is not None
-        settings = settings or sampling_settings(self._args)
-        eos_token_ids = self._engine.chat.eos_token_ids
-        return policy.generator(settings, eos_token_ids, self._tokenizer, lambda key: policy.served[of(key)])
+        assert self.vllm is not None
+        served, of = self.vllm.served, versions.of
+        return self._on_engine(settings or sampling_settings(self._args), lambda key: served[of(key)])
 
     @property
     def overlaps(self) -> bool:
@@ -330,14 +320,15 @@ class RolloutSampler:
         assert self.vllm is not None
         with (
             self.vllm.serving_several(adapters) as served,
-            self.vllm.generator(
-                settings, self._engine.chat.eos_token_ids, self._tokenizer, lambda episode: served[adapter_of(episode)]
-            ) as made,
+            self._on_engine(settings, lambda episode: served[adapter_of(episode)]) as made,
         ):
             yield made
 
-    def _on_engine(self, policy: ServedPolicy, settings: SamplingSettings) -> AbstractContextManager[Generator]:
-        return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)
+    def _on_engine(
+        self, settings: SamplingSettings, adapter_of: Callable[[int], Any] = lambda episode: None
+    ) -> AbstractContextManager[Generator]:
+        assert self.vllm is not None
+        return self.vllm.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer, adapter_of)
 
     def halve(self, episodes: int) -> None:
         """Let the next generators decode half as many episodes at the same time, after memory ran out.
