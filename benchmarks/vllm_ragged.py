@@ -175,7 +175,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_embedded_model(folder, num_layers=24, num_heads=1)
         engine = VllmEngine(
-            folder, dtype=torch.float32, max_model_length=2048, max_batch_size=options.episodes, options=MEMORY
+            folder, dtype=torch.float32, max_model_length=2048, max_batch_size=options.episodes, **MEMORY
         )
     chat, slow = ChatRenderer(make_tokenizer()), False
     step_cost(engine, options.episodes)

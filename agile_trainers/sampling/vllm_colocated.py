@@ -33,46 +33,19 @@ from agile_trainers.sampling.vllm_checks import (
 )
 
 
-def make_engine(
-    model: torch.nn.Module,
-    *,
-    dtype: torch.dtype,
-    max_model_length: int | None,
-    max_batch_size: int,
-    max_lora_rank: int | None,
-    max_adapters: int = 1,
-    process: tuple[int, int, int] = (0, 0, 1),
-    **options: Any,
-) -> VllmEngine:
+def make_engine(model: torch.nn.Module, **options: Any) -> VllmEngine:
     """Start an engine in this process on the base of a policy, which it loads from where the policy was loaded from.
 
     Args:
         model: The policy. Its weights are not read.
-        dtype: See :class:`~agile_trainers.rollout.generators.vllm.engine.VllmEngine`, also for what follows.
-        max_model_length: Tokens of a conversation.
-        max_batch_size: Requests decoded at the same time.
-        max_lora_rank: Of the adapters. None: no adapter is served.
-        max_adapters: Adapters that are served at the same time.
-        process: Rank, local rank and number of processes.
-        **options: Further fields of ``vllm.EngineArgs``.
+        **options: Of :class:`~agile_trainers.rollout.generators.vllm.engine.VllmEngine`, beside the model.
 
     Raises:
         ValueError: If vLLM cannot serve the base.
     """
-    return VllmEngine(
-        base_source(model),
-        dtype=dtype,
-        max_model_length=max_model_length,
-        max_batch_size=max_batch_size,
-        max_lora_rank=max_lora_rank,
-        max_adapters=max_adapters,
-        process=process,
-        options={
-            "quantization": served_quantization(model),
-            "revision": getattr(base_model(model).config, "_commit_hash", None),
-            **options,
-        },
-    )
+    revision = getattr(base_model(model).config, "_commit_hash", None)
+    own = {"quantization": served_quantization(model), "revision": revision}
+    return VllmEngine(base_source(model), **own | options)
 
 
 def served_quantization(model: torch.nn.Module) -> str | None:

@@ -55,9 +55,7 @@ def made(name: str, folder: Path) -> tuple[Any, Any]:
 
 
 def engine_of(folder: Path, name: str) -> VllmEngine:
-    return VllmEngine(
-        str(folder), dtype=torch.float32, max_model_length=512, max_batch_size=16, options=vllm_options(name)
-    )
+    return VllmEngine(str(folder), dtype=torch.float32, max_model_length=512, max_batch_size=16, **vllm_options(name))
 
 
 class Seen:

@@ -66,7 +66,7 @@ class VllmEngine(AdapterHost[LoRARequest]):
         max_lora_rank: Maximum rank of an adapter. Default: no adapter is served.
         max_adapters: Maximum number of adapters at the same time; a further one replaces the oldest.
         process: Rank, local rank and number of processes, each of which has its own engine.
-        options: Further fields of ``vllm.EngineArgs``.
+        **options: Further fields of ``vllm.EngineArgs``.
 
     Raises:
         ValueError: If vLLM cannot serve the model.
@@ -82,7 +82,7 @@ class VllmEngine(AdapterHost[LoRARequest]):
         max_lora_rank: int | None = None,
         max_adapters: int = 1,
         process: tuple[int, int, int] = (0, 0, 1),
-        options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         more: dict[str, Any] = {"skip_tokenizer_init": True}
         chunks = True
@@ -109,7 +109,7 @@ class VllmEngine(AdapterHost[LoRARequest]):
                 generation_config="vllm",  # ignores the model's sampling defaults
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
                 disable_log_stats=True,
-                **(more | dict(options or {})),
+                **(more | options),
             )
             self.engine = LLMEngine.from_engine_args(arguments)
         core: Any = self.engine.engine_core
