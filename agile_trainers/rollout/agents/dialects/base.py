@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,11 +170,7 @@ def required(fields: Mapping[str, Any], name: str, kind: type, where: str = "") 
     """Return a field that must be there, as :func:`get`."""
     value = get(fields, name, kind, where)
     if value is None:
-        raise Refusal(
-            f"`{where}.{name}` is missing; send {_KINDS[kind]}."
-            if where
-            else f"`{name}` is missing; send {_KINDS[kind]}."
-        )
+        raise Refusal(f"`{f'{where}.' if where else ''}{name}` is missing; send {_KINDS[kind]}.")
     return value
 
 
@@ -212,6 +208,21 @@ def settings(body: Mapping[str, Any], *more: str) -> dict[str, Any]:
     for name in _SETTINGS:
         get(body, name, float)
     return {name: body[name] for name in (*_SETTINGS, *more) if body.get(name) is not None}
+
+
+def one_of(value: str, known: Iterable[str], where: str) -> str:
+    """Return a value that is one of some words, or raise a :class:`Refusal`."""
+    if value not in known:
+        raise Refusal(f"`{where}` is {shown(value)}; expected one of {', '.join(known)}.")
+    return value
+
+
+def tool_choice(body: Mapping[str, Any]) -> Any:
+    """Return OpenAI's ``tool_choice``: one of its words, an object, or None."""
+    choice, words = body.get("tool_choice"), ("auto", "none", "required")
+    if choice is not None and choice not in words and not isinstance(choice, dict):
+        raise Refusal(f"`tool_choice` is {shown(choice)}; expected one of {', '.join(words)}, or an object.")
+    return choice
 
 
 def text_format(value: Any, where: str) -> dict[str, Any] | None:

@@ -18,7 +18,6 @@ _IMAGES: dict[str, base.ImageOf] = {
     )
 }
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_CHOICES = ("auto", "none", "required")
 _THE_RUNS = "the run's settings decide what the model sees"
 _REFUSED = {
     "functions": "send the functions as `tools`",
@@ -55,9 +54,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     get(body, "reasoning_effort", str)
     get(body, "top_logprobs", int)
     limits = [base.at_least_one(body, name) for name in ("max_tokens", "max_completion_tokens")]
-    choice = body.get("tool_choice")
-    if choice is not None and choice not in _CHOICES and not isinstance(choice, dict):
-        raise Refusal(f"`tool_choice` is {base.shown(choice)}; expected one of {', '.join(_CHOICES)}, or an object.")
+    choice = base.tool_choice(body)
     form = base.text_format(body.get("response_format"), "response_format")
     constraints = {name: body[name] for name in _CONSTRAINTS if body.get(name)}
     if choice not in (None, "auto", "none"):
@@ -83,9 +80,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 
 def _message(item: Any, where: str) -> Message:
-    role = required(checked(item, dict, where), "role", str, where)
-    if role not in _ROLES:
-        raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
+    role = base.one_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
     base.refuse(item, {"audio": "the model reads and writes text only", "function_call": "send `tool_calls`"})
     images = None if role == "assistant" else _IMAGES
     content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)

@@ -49,8 +49,8 @@ def read(body: dict[str, Any]) -> ChatRequest:
         messages += _messages(item, f"messages[{index}]")
     choice = get(body, "tool_choice", dict)
     kind = None if choice is None else required(choice, "type", str, "tool_choice")
-    if kind is not None and kind not in _CHOICES:
-        raise Refusal(f"`tool_choice.type` is {base.shown(kind)}; expected one of {', '.join(_CHOICES)}.")
+    if kind is not None:
+        base.one_of(kind, _CHOICES, "tool_choice.type")
     constraints: dict[str, Any] = {"tool_choice": choice} if kind in ("any", "tool") else {}
     output = get(body, "output_config", dict) or {}
     for where, form in (("output_config.format", output.get("format")), ("output_format", body.get("output_format"))):
@@ -73,9 +73,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 def _messages(item: Any, where: str) -> list[Message]:
     """Read a message; the results of tools in it are messages of their own."""
-    role = required(checked(item, dict, where), "role", str, where)
-    if role not in _ROLES:
-        raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
+    role = base.one_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
     content = item.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": base.content_of(content, f"{where}.content", _TEXTS)}]

@@ -14,7 +14,6 @@ PREFIX = "resp_"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _IMAGES: dict[str, base.ImageOf] = {"input_image": lambda part, where: required(part, "image_url", str, where)}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_CHOICES = ("auto", "none", "required")
 _LOGPROBS = "message.output_text.logprobs"
 _REFUSED = {
     "background": "answers are not kept for later; leave it out",
@@ -32,9 +31,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     """
     base.refuse(body, _REFUSED)
     instructions = get(body, "instructions", str)
-    choice = body.get("tool_choice")
-    if choice is not None and choice not in _CHOICES and not isinstance(choice, dict):
-        raise Refusal(f"`tool_choice` is {base.shown(choice)}; expected one of {', '.join(_CHOICES)}, or an object.")
+    choice = base.tool_choice(body)
     text = get(body, "text", dict) or {}
     form = base.text_format(text.get("format"), "text.format")
     constraints = {} if choice in (None, "auto", "none") else {"tool_choice": choice}
@@ -98,9 +95,7 @@ def _input(value: Any) -> list[Message]:
 
 
 def _message(item: dict[str, Any], where: str) -> Message:
-    role = required(item, "role", str, where)
-    if role not in _ROLES:
-        raise Refusal(f"`{where}.role` is {base.shown(role)}; expected one of {', '.join(_ROLES)}.")
+    role = base.one_of(required(item, "role", str, where), _ROLES, f"{where}.role")
     images = None if role == "assistant" else _IMAGES
     content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)
     return {"role": _ROLES[role], "content": content}
