@@ -1896,7 +1896,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a function is believed to take messages", "envs/context.py",
-        "        signature.bind([])\n", "        pass\n", "tests/rollout/test_history.py -k cannot_rewrite",
+        "if (error := call_error(found, [])) is not None:", "if (error := None) is not None:",
+        "tests/rollout/test_history.py -k cannot_rewrite",
     ),
     Mutation(
         "a summary is asked for beyond the context", "rollout/episode_options.py",

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from agile_trainers.envs.base import call_error
 from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import NONE, in_namespaces, require_programs
@@ -100,13 +101,9 @@ def check_call(called: str, function: Any, names: Sequence[str], arguments: Mapp
     Raises:
         ValueError: If it does not take them.
     """
-    try:
-        inspect.signature(function).bind(*names, **(arguments or {}))
-    except TypeError as error:
+    if (error := call_error(function, *names, **(arguments or {}))) is not None:
         given = ", ".join([*names, *(f"{name}=..." for name in arguments or {})])
-        raise ValueError(f"{called}({given}), but {function!r} cannot be: {error}.") from None
-    except ValueError:  # a builtin without a signature
-        pass
+        raise ValueError(f"{called}({given}), but {function!r} cannot be: {error}.")
 
 
 async def call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -78,6 +78,17 @@ def bound(environment: Any, method: str, *arguments: Any) -> Callable[[], Any]:
     return partial(getattr(environment, method), *arguments)
 
 
+def call_error(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> TypeError | None:
+    """Return why a function cannot be called with these arguments; None if it can, or has no signature to tell by."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        return error
+    except ValueError:  # some callables written in C have no signature
+        return None
+    return None
+
+
 def reads_rows(reset: Callable[..., Any]) -> bool:
     """Return whether a ``reset`` takes ``options``."""
     try:

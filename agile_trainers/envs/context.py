@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from agile_trainers.envs.base import call_error
 from agile_trainers.types import Message, images_of, parts_of, text_of
 
 _INSTRUCTION = (
@@ -228,13 +229,8 @@ def _checked(found: Callable[..., Any], given: str) -> History:
     tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
     if any(test(one) for test in tests for one in (found, type(found).__call__)):
         raise ValueError(f"{given} awaits or yields; expected a plain function that returns a list of messages.")
-    try:
+    if (error := call_error(found, [])) is not None:
         signature = inspect.signature(found)
-    except ValueError:  # some built-in functions have none
-        return found
-    try:
-        signature.bind([])
-    except TypeError as error:
         raise ValueError(
             f"{given} cannot be called as function(messages): {error}. Its signature is {signature}."
         ) from error

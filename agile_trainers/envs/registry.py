@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from agile_trainers.envs.agent import Agent, CommandAgent
-from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.base import EnvironmentFactory, call_error
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest
 
@@ -252,29 +252,18 @@ def _agent(found: Any, kwargs: dict[str, Any], name: str) -> Agent:
     """Make an agent of one, of a function that is one, or of a class or function that makes one of these."""
     if isinstance(found, Agent):
         return found.with_arguments(**kwargs)
-    if callable(found) and not inspect.isclass(found) and _takes(found, ("model", "task"), kwargs):
+    if callable(found) and not inspect.isclass(found) and call_error(found, "model", "task", **kwargs) is None:
         return Agent(found).with_arguments(**kwargs)
-    made = found(**kwargs) if callable(found) and _takes(found, (), kwargs) else None
+    made = found(**kwargs) if callable(found) and call_error(found, **kwargs) is None else None
     if isinstance(made, Agent):
         return made
-    if not callable(made) or not _takes(made, ("model", "task"), {}):
+    if not callable(made) or call_error(made, "model", "task") is not None:
         kind = f"its signature is {inspect.signature(found)}" if callable(found) else f"it is a {type(found).__name__}"
         raise ValueError(
             f"{name} is no agent, given {_named(kwargs)}: {kind}. An agent is a function of (model, task), an Agent, or a "
             "class or function that makes one of these. Environment arguments are its keyword arguments."
         )
     return Agent(made)
-
-
-def _takes(function: Callable[..., Any], positional: tuple[str, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function can be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*positional, **kwargs)
-    except TypeError:
-        return False
-    except ValueError:  # some callables written in C have no signature
-        pass
-    return True
 
 
 def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
@@ -292,20 +281,13 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
             f"{name} ({kind}) is neither an environment id nor a callable that makes one. Pass an id such as "
             "'agile:guess_number', a class, a function without arguments, or a dict of these by name."
         )
-    try:
-        signature = inspect.signature(make)
-    except ValueError:  # some callables written in C have none
-        signature = None
-    if signature is not None:
-        try:
-            signature.bind(**kwargs)
-        except TypeError as error:
-            agent = " Pass an agent's function as Agent(function), or by the id agent:module.path:function."
-            raise ValueError(
-                f"{name} cannot be made from {_named(kwargs)}: {error}. Its signature is {signature}. Pass its arguments as "
-                "environment arguments, or pass a function without arguments that makes an instance."
-                f"{agent if _takes(make, ('model', 'task'), kwargs) else ''}"
-            ) from error
+    if (error := call_error(make, **kwargs)) is not None:
+        agent = " Pass an agent's function as Agent(function), or by the id agent:module.path:function."
+        raise ValueError(
+            f"{name} cannot be made from {_named(kwargs)}: {error}. Its signature is {inspect.signature(make)}. Pass its "
+            "arguments as environment arguments, or pass a function without arguments that makes an instance."
+            f"{agent if call_error(make, 'model', 'task', **kwargs) is None else ''}"
+        ) from error
     return functools.partial(make, **kwargs) if kwargs else make
 
 
