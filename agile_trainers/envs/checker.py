@@ -392,51 +392,43 @@ def check_environment(
     """
     report, watch = CheckReport(getattr(factory, "__name__", "the environment")), _Watch()
     seeds = range(seed, seed + episodes)
-    checked = _check(factory, seeds, max_turns, actions, options, report, watch, with_context)
-    _wait_for(checked, report, watch, timeout)
-    return report
 
-
-async def _check(
-    factory: EnvironmentFactory,
-    seeds: range,
-    max_turns: int,
-    actions: Actions,
-    options: dict[str, Any] | None,
-    report: CheckReport,
-    watch: _Watch,
-    with_context: bool,
-) -> None:
-    instances: list[Environment] = []
-    before = random_state()
-    try:
-        for _ in range(2):
-            watch.begin("the factory")
-            instances.append(factory())
-            report.environment = type(instances[-1]).__name__
-            check_methods(instances[-1], with_rows=options is not None, with_context=with_context)
-        for seed in seeds:
-            first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
-            _compare(first, second, seed, report)
-            _check_lengths(first, seed, report)
-        if before != random_state():
-            report.warn(
-                "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
-                "depend on other code in the process; use a separate random.Random or numpy Generator"
-            )
-    except BaseException as error:
-        pass_on_interrupt(error)
-        raised = f"{watch.call} raised {describe_error(error)}"
-        message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
-        report.findings.append(CheckFinding("error", message))
-    for instance in instances:
-        watch.begin("close()")
+    async def check() -> None:
+        instances: list[Environment] = []
+        before = random_state()
         try:
-            if (close := getattr(instance, "close", None)) is not None:
-                await _call(close)
+            for _ in range(2):
+                watch.begin("the factory")
+                instances.append(factory())
+                report.environment = type(instances[-1]).__name__
+                check_methods(instances[-1], with_rows=options is not None, with_context=with_context)
+            for seed in seeds:
+                first, second = [
+                    await _play(instance, seed, max_turns, actions, options, watch) for instance in instances
+                ]
+                _compare(first, second, seed, report)
+                _check_lengths(first, seed, report)
+            if before != random_state():
+                report.warn(
+                    "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
+                    "depend on other code in the process; use a separate random.Random or numpy Generator"
+                )
         except BaseException as error:
             pass_on_interrupt(error)
-            report.warn(f"close() raised {describe_error(error)}")
+            raised = f"{watch.call} raised {describe_error(error)}"
+            message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
+            report.findings.append(CheckFinding("error", message))
+        for instance in instances:
+            watch.begin("close()")
+            try:
+                if (close := getattr(instance, "close", None)) is not None:
+                    await _call(close)
+            except BaseException as error:
+                pass_on_interrupt(error)
+                report.warn(f"close() raised {describe_error(error)}")
+
+    _wait_for(check(), report, watch, timeout)
+    return report
 
 
 def check_methods(environment: Any, *, with_rows: bool = False, with_context: bool = True) -> None:
