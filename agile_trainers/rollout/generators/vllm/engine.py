@@ -500,12 +500,7 @@ def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) ->
     """Convert settings to vLLM's names, except stop strings."""
     filters: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if settings.do_sample:
-        filters = {
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "min_p": settings.min_p or 0.0,
-        }
+        filters = {name: getattr(settings, name) or idle for name, idle in filters.items()}
     return filters | {
         "repetition_penalty": settings.repetition_penalty,
         "min_tokens": settings.min_new_tokens,
