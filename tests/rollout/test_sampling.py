@@ -11,6 +11,12 @@ from agile_trainers.rollout.generators.transformers.decoding import Sampler, dra
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 
 
+def sample(
+    sampler: Sampler, logits: torch.Tensor, uniforms: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return sampler.draw(sampler.distribution(logits, *given, **named), uniforms)
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -25,7 +31,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 def test_frequencies_are_the_filtered_softmax(settings: SamplingSettings, kept: list[int]) -> None:
     count = 100_000
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count  # stratified: frequencies are exact to one draw
-    tokens, logprobs = Sampler(settings, [])(LOGITS.expand(count, -1), grid)
+    tokens, logprobs = sample(Sampler(settings, []), LOGITS.expand(count, -1), grid)
     weights = torch.zeros(8, dtype=torch.float64)
     weights[list(kept)] = (LOGITS.double()[list(kept)] / settings.temperature).exp()
     expected = weights / weights.sum()
@@ -66,14 +72,14 @@ def test_greedy_logprobs_are_those_of_the_penalized_softmax() -> None:
     history = torch.tensor([[0, 0, 1]])
     penalized = LOGITS.clone()
     penalized[0], penalized[1] = 1.0, -2.0
-    tokens, logprobs = Sampler(settings, [])(LOGITS[None], torch.zeros(1), history)
+    tokens, logprobs = sample(Sampler(settings, []), LOGITS[None], torch.zeros(1), history)
     assert tokens.tolist() == [3]
     assert logprobs.item() == pytest.approx(penalized.log_softmax(-1)[3].item(), abs=1e-6)
 
 
 def test_held_rows_do_not_end() -> None:
     sampler = Sampler(SamplingSettings(do_sample=False), [0, 3])
-    tokens, logprobs = sampler(LOGITS.expand(2, -1), torch.zeros(2), hold_eos=torch.tensor([True, False]))
+    tokens, logprobs = sample(sampler, LOGITS.expand(2, -1), torch.zeros(2), hold_eos=torch.tensor([True, False]))
     assert tokens.tolist() == [6, 0]
     others = LOGITS[[1, 2, 4, 5, 6, 7]]
     assert logprobs[0].item() == pytest.approx(others.log_softmax(-1)[4].item(), abs=1e-6)
@@ -81,5 +87,6 @@ def test_held_rows_do_not_end() -> None:
 
 def test_half_precision_logits_are_processed_in_float32() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5]], dtype=torch.bfloat16)
-    _, logprobs = Sampler(SamplingSettings(temperature=0.7), [])(logits, torch.zeros(1, dtype=torch.float64))
+    sampler = Sampler(SamplingSettings(temperature=0.7), [])
+    _, logprobs = sample(sampler, logits, torch.zeros(1, dtype=torch.float64))
     assert logprobs.item() == pytest.approx((logits.double() / 0.7).log_softmax(-1)[0, 0].item(), abs=1e-6)

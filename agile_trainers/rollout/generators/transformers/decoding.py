@@ -210,39 +210,35 @@ class Sampler:
         if settings.min_p is not None:
             self.warpers.append(MinPLogitsWarper(settings.min_p))
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        uniforms: torch.Tensor,
-        history: torch.Tensor | None = None,
-        hold_eos: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose one token per row.
+    def distribution(
+        self, logits: torch.Tensor, history: torch.Tensor | None = None, hold_eos: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the distribution that tokens are drawn from.
 
         Args:
             logits: (R, V), any float type.
-            uniforms: (R,) float64 in [0, 1); unused when greedy.
             history: (R, L) ids for the repetition penalty, padded with ids of the same row. Needed with a penalty.
             hold_eos: (R,) bool, True for rows that are still too short to end. Default: none.
 
         Returns:
-            (R,) int64 tokens and their (R,) float64 log-probabilities under the sampling distribution: after every
-            processor when sampling; after penalty and ``min_new_tokens``, at temperature 1, when greedy.
+            (R, V) float64 log-probabilities, -inf for tokens that are removed: after every processor when sampling; after
+            penalty and ``min_new_tokens``, at temperature 1, when greedy.
         """
-        log_probs = self.distribution(logits, history, hold_eos)
-        return self.draw(log_probs, uniforms)
-
-    def distribution(
-        self, logits: torch.Tensor, history: torch.Tensor | None = None, hold_eos: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the (R, V) float64 log-probabilities that tokens are drawn from; -inf for those that are removed."""
         scores = self.penalty(history, logits.float())
         if hold_eos is not None:
             scores = scores.masked_fill(hold_eos[:, None] & self._ends(scores), -torch.inf)
         return self.warpers(history, scores).double().log_softmax(-1)
 
     def draw(self, log_probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose one token per row of a distribution; see :meth:`__call__`."""
+        """Choose one token per row.
+
+        Args:
+            log_probs: (R, V) of :meth:`distribution`.
+            uniforms: (R,) float64 in [0, 1); unused when greedy.
+
+        Returns:
+            (R,) int64 tokens and their (R,) float64 log-probabilities.
+        """
         tokens = log_probs.argmax(-1) if self.greedy else draw_tokens(log_probs.exp(), uniforms)
         return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
