@@ -33,7 +33,6 @@ class Source:
     answer: Callable[[Row], str]
     solution: Callable[[Row], str]
     """Function from a row to a worked solution that ends with the answer in ``\\boxed{}``."""
-    reference: str
 
 
 def _gsm8k_answer(row: Row) -> str:
@@ -61,7 +60,6 @@ DATA_SETS = {
         ("answer",),
         _gsm8k_answer,
         _gsm8k_solution,
-        "https://arxiv.org/abs/2110.14168",
     ),
     "math": Source(
         "DigitalLearningGmbH/MATH-lighteval",
@@ -70,7 +68,6 @@ DATA_SETS = {
         ("solution",),
         _math_answer,
         lambda row: row["solution"],
-        "https://arxiv.org/abs/2103.03874",
     ),
     "dapo_math": Source(
         "open-r1/DAPO-Math-17k-Processed",
@@ -79,7 +76,6 @@ DATA_SETS = {
         ("solution",),
         lambda row: row["solution"],
         lambda row: f"\\boxed{{{row['solution']}}}",
-        "https://arxiv.org/abs/2503.14476",
     ),
 }
 """Name to data set on the Hub."""

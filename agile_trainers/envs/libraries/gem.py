@@ -65,19 +65,11 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     Raises:
         ValueError: If an argument is unknown.
     """
-    return functools.partial(GemEnvironment, game, **_check_kwargs(game, kwargs))
-
-
-def _check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Check that the GEM environment reads all of ``kwargs``, and return them. GEM itself ignores unknown ones.
-
-    Raises:
-        ValueError: If an argument is unknown.
-    """
+    # GEM itself ignores unknown ones.
     parameters = inspect.signature(pkgutil.resolve_name(_registry()[game].entry_point)).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     check_arguments(f"gem:{game}", kwargs, [*known, "wrappers"])
-    return kwargs
+    return functools.partial(GemEnvironment, game, **kwargs)
 
 
 class GemEnvironment:
