@@ -7,7 +7,7 @@ import inspect
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,15 +128,19 @@ def compare(
     Returns:
         Rows ``{"prompt": [...], "chosen": [answer], "rejected": [answer]}`` of messages.
     """
-    rows = []
+    return list(_pairs(environment, better, worse, seeds))
+
+
+def _pairs(
+    environment: Environment, better: ScriptedPolicy, worse: ScriptedPolicy, seeds: Iterable[int]
+) -> Iterator[dict[str, list[Message]]]:
     for seed in seeds:
         chosen, rejected = play(environment, better, seed), play(environment, worse, seed)
         pairs = enumerate(zip(chosen.messages, rejected.messages))
         index = next((index for index, (good, bad) in pairs if good != bad), None)
         if index is not None and chosen.episode_return > rejected.episode_return:
             good, bad = chosen.messages[index], rejected.messages[index]
-            rows.append({"prompt": chosen.messages[:index], "chosen": [good], "rejected": [bad]})
-    return rows
+            yield {"prompt": chosen.messages[:index], "chosen": [good], "rejected": [bad]}
 
 
 def compare_until(
@@ -151,9 +155,5 @@ def compare_until(
         worse: The policy whose answers are rejected.
         first_seed: Seed of the first episode.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    for seed in itertools.count(first_seed):
-        if len(pairs) >= count:
-            break
-        pairs += compare(environment, better, worse, [seed])
-    return pairs
+    seeds = itertools.count(first_seed)
+    return list(itertools.islice(_pairs(environment, better, worse, seeds), count))
