@@ -55,22 +55,19 @@ class ServerPolicy(ServedPolicy):
                 "vllm_mode='server' takes a model that is trained whole over NCCL, which needs GPUs. Train a LoRA adapter "
                 "(peft_config), or use vllm_mode='colocate'."
             )
-        if not args.vllm_server_start:
-            self._connect_to(server_urls(args), args, rows, max_model_length)
-            return
-        self._started = start_server(
-            args, self._model, self._accelerator, dtype=self.dtype, rows=rows, max_model_length=max_model_length
-        )
-        self._connect_to([self._started.url], args, rows, max_model_length)
-
-    def _connect_to(self, urls: list[str], args: Any, rows: int, max_model_length: int | None) -> None:
-        model = self._model
+        model, more = self._model, dict[str, str]()
+        if args.vllm_server_start:
+            self._started = start_server(
+                args, model, self._accelerator, dtype=self.dtype, rows=rows, max_model_length=max_model_length
+            )
+            urls, more = [self._started.url], {"when_gone": self._started.when_gone}
+        else:
+            urls = server_urls(args)
         if self._config is None and len(urls) > 1:
             raise ValueError(
                 f"vllm_server_base_url names {len(urls)} servers, and a model that is trained whole is sent to one. Name "
                 "one, or train a LoRA adapter (peft_config)."
             )
-        more = {} if self._started is None else {"when_gone": self._started.when_gone}
         servers = [
             VllmServer(
                 url,
