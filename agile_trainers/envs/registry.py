@@ -92,25 +92,12 @@ def environment_factories(
         arguments: Keyword arguments of the environment; of several, those of each by its name.
 
     Raises:
-        ValueError: If one of them cannot be made.
-        ImportError: If a library that one of them needs is missing.
-    """
-    if isinstance(environment, Mapping):
-        return _factories_by_name(environment, arguments or {})
-    return make_environment_factory(environment, **(arguments or {}))
-
-
-def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, EnvironmentFactory]:
-    """The factories of a run of several environments, by name.
-
-    Args:
-        environment: Ids or factories by name.
-        arguments: Keyword arguments of each, by name.
-
-    Raises:
         ValueError: For no environment, a name that cannot be part of a metric's, or what cannot be made.
         ImportError: If a library that one of them needs is missing.
     """
+    arguments = arguments or {}
+    if not isinstance(environment, Mapping):
+        return make_environment_factory(environment, **arguments)
     if not environment:
         raise ValueError("environment is an empty mapping. Name at least one environment, or pass an id or a factory.")
     for name in environment:

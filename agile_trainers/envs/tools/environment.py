@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from agile_trainers.envs.base import Observation, ResetResult, StepResult
+from agile_trainers.envs.base import ResetResult, StepResult
 from agile_trainers.envs.isolation.levels import require
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import Row
@@ -21,7 +21,7 @@ from agile_trainers.envs.tools.toolbox import (
     dropping_results,
     parse_tool_calls,
 )
-from agile_trainers.types import Content, Message
+from agile_trainers.types import Message
 
 _MAX_CALLS = 8
 """Maximum number of calls in one answer, which limits its time; further calls are rejected."""
@@ -113,7 +113,8 @@ class ToolEnvironment(ReasoningEnvironment):
         self.failed_calls += count_failed(results)
         reward = 0.0 if all(fitting) else self.invalid_reward
         info = {"success": False, **self._counts()}
-        return self._observation(results), reward, False, self.turns >= self.max_turns, info
+        shown = as_tool_messages(results) if self.result_role == "tool" else as_observation(results)
+        return shown, reward, False, self.turns >= self.max_turns, info
 
     def prompt(self, row: Row) -> list[Message]:
         """Return the messages of a row's question, with the list of tools."""
@@ -130,11 +131,6 @@ class ToolEnvironment(ReasoningEnvironment):
             f"announce='user' puts the tools into the first message, but that has the role {first['role']!r}. Use "
             "announce='system' or drop the system prompt."
         )
-
-    def _observation(self, results: list[Content]) -> Observation:
-        if self.result_role == "tool":
-            return as_tool_messages(results)
-        return as_observation(results)
 
     def _counts(self) -> dict[str, Any]:
         return {"calls": self.calls, "failed_calls": self.failed_calls}

@@ -105,7 +105,7 @@ class ImageReader:
 
     def _encode(self, picture: Picture) -> None:
         parameters = inspect.signature(self._model.get_image_features).parameters
-        device, dtype = self._base.device, next(self._encoder_parameters()).dtype
+        device, dtype = self._base.device, next(one.dtype for _, one in self._encoder() if one.is_floating_point())
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
             for name, value in picture.inputs.items()
@@ -209,9 +209,6 @@ class ImageReader:
         for name, parameter in self._model.named_parameters():
             if not name.startswith(LANGUAGE):
                 yield name, parameter
-
-    def _encoder_parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for _, parameter in self._encoder() if parameter.is_floating_point())
 
     def _offsets(self, picture: Picture) -> torch.Tensor:
         """Return the offsets (count, 4) of a picture, as the model gives them for it alone."""
