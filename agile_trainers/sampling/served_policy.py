@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -42,6 +42,8 @@ class ServedPolicy(ABC):
 
     overlaps: ClassVar[bool] = False
     """True if the engine computes while this process does something else."""
+    _generator_class: ClassVar[Any]
+    """The class of generators on the engine."""
     _keeps_adapter = True
     """True if the adapter that construction moved is certain to be there at the first rollout."""
 
@@ -75,9 +77,9 @@ class ServedPolicy(ABC):
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         """Make the engine, or connect to it."""
 
-    @abstractmethod
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         """Move an adapter to the engine and return its bytes."""
+        return int(self._adapters().load_adapter(weights, config))
 
     def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[Any, int]:
         """Serve a further adapter; return what requests name it by, and its bytes."""
@@ -90,7 +92,7 @@ class ServedPolicy(ABC):
 
     @abstractmethod
     def _adapters(self) -> Any:
-        """Return what has ``add_adapter``, ``drop_adapter`` and ``remove_adapter``."""
+        """Return the engine, an :class:`~agile_trainers.rollout.generators.vllm.adapter_host.AdapterHost`."""
 
     @property
     @abstractmethod
@@ -98,18 +100,18 @@ class ServedPolicy(ABC):
         """Number of adapters that :meth:`serving_several` takes; None without a limit."""
 
     @property
-    @abstractmethod
     def max_model_length(self) -> int:
         """Tokens of a conversation that the engine takes."""
+        return int(self._adapters().max_model_length)
 
-    @abstractmethod
+    @contextmanager
     def generator(
         self,
         settings: SamplingSettings,
         eos_token_ids: list[int],
         tokenizer: Any,
         adapter_of: Callable[[int], Any] = lambda episode: None,
-    ) -> AbstractContextManager[Generator]:
+    ) -> Iterator[Generator]:
         """Make a generator of this process on the engine.
 
         Args:
@@ -118,6 +120,17 @@ class ServedPolicy(ABC):
             tokenizer: The policy's.
             adapter_of: Returns the adapter of :meth:`serving_several` that an episode is sampled with. Default: the policy.
         """
+        made = self._generator_class(
+            self._adapters(), eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
+            reader=self._reader,
+        )  # fmt: skip
+        with closing(made), self._sampling(made) as sampling:
+            yield sampling
+
+    @contextmanager
+    def _sampling(self, made: Any) -> Iterator[Generator]:
+        """Let a generator sample while the block runs."""
+        yield made
 
     def _make_group(self, args: Any) -> dist.ProcessGroup | None:
         """Make the group of processes that share an engine; None where each has its own."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
 from agile_trainers.adapters.roles import base_model
-from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.images import vllm_options
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
@@ -102,11 +100,12 @@ class VllmPolicy(ServedPolicy):
         ValueError: If vLLM cannot serve this policy.
     """
 
-    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
-        return _group(self._accelerator, args.vllm_tensor_parallel_size)
-
+    _generator_class = VllmGenerator
     _owns_engine = False
     """False while the engine is another's, or not made yet."""
+
+    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
+        return _group(self._accelerator, args.vllm_tensor_parallel_size)
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
@@ -154,13 +153,6 @@ class VllmPolicy(ServedPolicy):
                 self.engine.drop_adapter(self.served.popitem()[1])
             self.release()
 
-    @property
-    def max_model_length(self) -> int:
-        return self.engine.max_model_length
-
-    def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
-        return self.engine.load_adapter(weights, config)
-
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
@@ -176,24 +168,14 @@ class VllmPolicy(ServedPolicy):
         return self.engine.max_adapters
 
     @contextmanager
-    def generator(
-        self,
-        settings: SamplingSettings,
-        eos_token_ids: list[int],
-        tokenizer: Any,
-        adapter_of: Callable[[int], LoRARequest | None] = lambda episode: None,
-    ) -> Iterator[Generator]:
-        """Make a generator on the engine, which steps together with the other processes of the group, if any.
+    def _sampling(self, made: VllmGenerator) -> Iterator[Generator]:
+        """Let a generator step together with the other processes of the group, if any.
 
         Every step of vLLM draws from torch's generators, also where requests have seeds of their own; the trainer's draws
         after the rollout are those that they would have been without it.
         """
-        made = VllmGenerator(
-            self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
-            reader=self._reader,
-        )  # fmt: skip
         devices = [torch.cuda.current_device()] if self._accelerator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), closing(made):
+        with torch.random.fork_rng(devices):
             if self._group is None:
                 yield made
             else:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,7 +13,6 @@ from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from agile_trainers.adapters.roles import base_model
-from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.sampling.served_policy import ServedPolicy
@@ -44,6 +42,7 @@ class ServerPolicy(ServedPolicy):
     """
 
     overlaps = True
+    _generator_class = ServerGenerator
     _keeps_adapter = False  # the server may be restarted in between
     _started: OwnServer | None = None
 
@@ -113,10 +112,6 @@ class ServerPolicy(ServedPolicy):
         if hasattr(self, "server"):
             self.server.close()
 
-    @property
-    def max_model_length(self) -> int:
-        return self.server.max_model_length
-
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
         moved, self.server.adapter = self._on_main(
@@ -153,19 +148,3 @@ class ServerPolicy(ServedPolicy):
     def max_adapters(self) -> None:
         """The server loads an adapter again that it had no more room for."""
         return None
-
-    @contextmanager
-    def generator(
-        self,
-        settings: SamplingSettings,
-        eos_token_ids: list[int],
-        tokenizer: Any,
-        adapter_of: Callable[[int], str | None] = lambda episode: None,
-    ) -> Iterator[Generator]:
-        """Make a generator of this process."""
-        made = ServerGenerator(
-            self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
-            reader=self._reader,
-        )  # fmt: skip
-        with closing(made):
-            yield made
