@@ -18,7 +18,7 @@ class Library:
 
     module: str
     """Name of the adapter's module in this folder. It defines ``make_factory(name, **kwargs)``, and where the names of
-    environments are known ``listed()`` and ``knows(name)``."""
+    environments are known ``listed()``, and ``knows(name)`` where it does not list all of them."""
     offers: str
     packages: tuple[str, ...]
     """The modules that the adapter imports."""
@@ -53,7 +53,9 @@ class Library:
 
     def knows(self, name: str) -> bool:
         """Return whether there is an environment of this name; True where names are not known."""
-        return not hasattr(self.adapter, "knows") or self.adapter.knows(name)
+        if hasattr(self.adapter, "knows"):
+            return self.adapter.knows(name)
+        return not hasattr(self.adapter, "listed") or name in self.adapter.listed()
 
 
 def check_arguments(environment: str, given: Collection[str], known: Collection[str]) -> None:

@@ -50,15 +50,6 @@ def listed() -> list[str]:
     return list(_registry())
 
 
-def knows(game: str) -> bool:
-    """Return whether GEM has this id.
-
-    Raises:
-        ImportError: If GEM is not installed.
-    """
-    return game in _registry()
-
-
 def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     """Make a factory of a game, and reject arguments that the game does not read.
 

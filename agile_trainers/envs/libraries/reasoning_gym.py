@@ -40,15 +40,6 @@ def listed() -> list[str]:
     return sorted(set(_registry()) - {"composite"})
 
 
-def knows(name: str) -> bool:
-    """Return whether reasoning-gym has this data set.
-
-    Raises:
-        ImportError: If reasoning-gym is not installed.
-    """
-    return name in listed()
-
-
 def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
     """Make a factory of a data set, and reject arguments that it does not read.
 
