@@ -35,7 +35,7 @@ from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenera
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 TURNS, TOKENS, SECONDS = (1, 8), (4, 64), 0.02
-MEMORY = {"kv_cache_memory_bytes": 1 << 30}
+MEMORY: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30}
 LIMIT = 0.7
 """Longest allowed event-driven rollout, as a share of the wall time of a turn-by-turn one."""
 

@@ -42,7 +42,7 @@ def make_engine(model: torch.nn.Module, **options: Any) -> VllmEngine:
         ValueError: If vLLM cannot serve the base.
     """
     revision = getattr(base_model(model).config, "_commit_hash", None)
-    own = {"quantization": served_quantization(model), "revision": revision}
+    own: dict[str, Any] = {"quantization": served_quantization(model), "revision": revision}
     return VllmEngine(base_source(model), **own | options)
 
 
