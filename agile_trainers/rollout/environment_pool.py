@@ -488,18 +488,12 @@ class EnvironmentPool:
             self._loop = None
         for call in expired:
             self.release(call.episode, reusable=False)
-        return [
-            Outcome(
-                call.episode,
-                call.method,
-                error=EnvironmentTimeoutError(
-                    _unanswered(call)
-                    if self.timeout is None
-                    else f"{call.method} took longer than environment_timeout={self.timeout} s"
-                ),
-            )
-            for call in expired
-        ]
+        return [Outcome(call.episode, call.method, error=self._late(call)) for call in expired]
+
+    def _late(self, call: _Call) -> EnvironmentTimeoutError:
+        if self.timeout is None:
+            return EnvironmentTimeoutError(_unanswered(call))
+        return EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s")
 
 
 _WAKE = "wake up"

@@ -274,10 +274,9 @@ def _answer_calls(sent: bytes, connection: Connection) -> None:
             else:
                 function = bound(environment, method, *arguments)
             value = function()
-            answer: tuple[str | None, Any] = (
-                None,
-                loop.run_until_complete(value) if inspect.isawaitable(value) else value,
-            )
+            answer: tuple[str | None, Any] = None, value
+            if inspect.isawaitable(value):
+                answer = None, loop.run_until_complete(value)
         except BaseException as error:
             answer = describe_failure(error), None
         if os.getpid() != own:  # a process that the environment forked and that came back from its code

@@ -345,10 +345,8 @@ class SteppedRollout:
         if source is not None:
             messages = validate_context(messages, source)
             # Every message has a token of its own.
-            if (
-                sum(len(text_of(one)) + 1 for one in messages)
-                > episode.limits.max_model_length * self._chat.longest_token
-            ):
+            least = sum(len(text_of(one)) + 1 for one in messages)
+            if least > episode.limits.max_model_length * self._chat.longest_token:
                 episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
                 return
         known = episode.context

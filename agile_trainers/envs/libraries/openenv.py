@@ -135,13 +135,8 @@ class OpenEnvEnvironment:
                 error = str(refused)
         if error is not None:
             expected = json.dumps(_fields(self.action_schema))
-            return (
-                f"That is no action: {error}. Expected a JSON object with the fields {expected}",
-                0.0,
-                False,
-                False,
-                {},
-            )
+            told = f"That is no action: {error}. Expected a JSON object with the fields {expected}"
+            return told, 0.0, False, False, {}
         observation = answer["observation"]
         info = {"observation": observation}
         if isinstance(observation.get("success"), bool):
