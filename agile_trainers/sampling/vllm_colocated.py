@@ -157,7 +157,7 @@ class VllmPolicy(ServedPolicy):
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
     def _wake(self, part: str) -> None:
-        self.engine.wake(part)
+        self.engine.engine.wake_up([part])
 
     def _adapters(self) -> VllmEngine:
         return self.engine
@@ -184,8 +184,8 @@ class VllmPolicy(ServedPolicy):
 
     def _sleep(self) -> None:
         if self._sleeps:
-            # The base of an adapter stays in memory; a whole model is moved again before each rollout.
-            self.engine.sleep(level=2 if self._config is None else 1)
+            # Level 1 moves the weights to the CPU, and level 2 discards them: a whole model is moved before each rollout.
+            self.engine.engine.sleep(level=2 if self._config is None else 1)
 
 
 class _WholeModel(VLLMGeneration):

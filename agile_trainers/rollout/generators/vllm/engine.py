@@ -159,14 +159,6 @@ class VllmEngine(AdapterHost[LoRARequest]):
         self.engine.add_request(key, prompt, params, lora_request=adapter or self.adapter)
         return key
 
-    def sleep(self, level: int) -> None:
-        """Free GPU memory: level 1 moves the weights to CPU memory, level 2 discards them."""
-        self.engine.sleep(level)
-
-    def wake(self, part: str) -> None:
-        """Allocate memory again, for the ``"weights"`` or the ``"kv_cache"``."""
-        self.engine.wake_up([part])
-
     @property
     def is_open(self) -> bool:
         """True until :meth:`close`."""
