@@ -210,7 +210,7 @@ def settings(body: Mapping[str, Any], *more: str) -> dict[str, Any]:
     return {name: body[name] for name in (*_SETTINGS, *more) if body.get(name) is not None}
 
 
-def one_of(value: str, known: Iterable[str], where: str) -> str:
+def word_of(value: str, known: Iterable[str], where: str) -> str:
     """Return a value that is one of some words, or raise a :class:`Refusal`."""
     if value not in known:
         raise Refusal(f"`{where}` is {shown(value)}; expected one of {', '.join(known)}.")

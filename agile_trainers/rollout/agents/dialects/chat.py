@@ -80,7 +80,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 
 def _message(item: Any, where: str) -> Message:
-    role = base.one_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
+    role = base.word_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
     base.refuse(item, {"audio": "the model reads and writes text only", "function_call": "send `tool_calls`"})
     images = None if role == "assistant" else _IMAGES
     content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)

@@ -50,7 +50,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     choice = get(body, "tool_choice", dict)
     kind = None if choice is None else required(choice, "type", str, "tool_choice")
     if kind is not None:
-        base.one_of(kind, _CHOICES, "tool_choice.type")
+        base.word_of(kind, _CHOICES, "tool_choice.type")
     constraints: dict[str, Any] = {"tool_choice": choice} if kind in ("any", "tool") else {}
     output = get(body, "output_config", dict) or {}
     for where, form in (("output_config.format", output.get("format")), ("output_format", body.get("output_format"))):
@@ -73,7 +73,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 def _messages(item: Any, where: str) -> list[Message]:
     """Read a message; the results of tools in it are messages of their own."""
-    role = base.one_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
+    role = base.word_of(required(checked(item, dict, where), "role", str, where), _ROLES, f"{where}.role")
     content = item.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": base.content_of(content, f"{where}.content", _TEXTS)}]

@@ -95,7 +95,7 @@ def _input(value: Any) -> list[Message]:
 
 
 def _message(item: dict[str, Any], where: str) -> Message:
-    role = base.one_of(required(item, "role", str, where), _ROLES, f"{where}.role")
+    role = base.word_of(required(item, "role", str, where), _ROLES, f"{where}.role")
     images = None if role == "assistant" else _IMAGES
     content = base.content_of(item.get("content"), f"{where}.content", _TEXTS, images)
     return {"role": _ROLES[role], "content": content}
