@@ -14,8 +14,8 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")[1:]}
-OTHERS = {"max_position_embeddings", "train_dataset", "decision_truncate"}
-"""Of the model's configuration, an argument of trainers, and a value of an option."""
+OTHERS = {"max_position_embeddings", "train_dataset", "decision_truncate", "grad_norm"}
+"""Of the model's configuration, an argument of trainers, a value of an option, and a metric of `Trainer`."""
 WORDS = {"demonstrations", "seed"}
 """Options that are words of an advice in another sense."""
 OPTIONS = {field.name for config in (MultiTurnGRPOConfig, MultiTurnPPOConfig) for field in fields(config)}

@@ -19,7 +19,7 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
+from agile_trainers.cli.errors import Progress, cut, guard, message, mistakes_of_options, take_debug
 from agile_trainers.cli.parser import Parser, check_output, environment_arguments
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
@@ -258,12 +258,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
     """Parse script arguments and configurations; a configuration's error becomes one of the command line."""
     parser = make_parser(algorithm)
-    try:
+    with mistakes_of_options(parser, ValueError, TypeError):
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
-    except (ValueError, TypeError) as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
 
 
 def check_named(parser: Parser, model: ModelConfig) -> None:
@@ -327,10 +323,8 @@ def launcher_options(
     parser.refuse(options, known)
     left = list(from_command_line)
     training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]
-    try:
+    with mistakes_of_options(parser, ValueError):
         launching = resolve(options)
-    except ValueError as error:
-        parser.error(str(error))
     module = ["--module", __spec__.name, *training, *(["--debug"] if debug else [])]
     found = launcher.parse_args([*launching, *module])
     if found.training_script != __spec__.name:

@@ -60,7 +60,7 @@ from agile_trainers.cli.chain.stages import (
     read_pipeline,
     supervised_rows,
 )
-from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.errors import mistakes_of_options
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
@@ -564,7 +564,7 @@ def main(argv: Sequence[str]) -> None:
                         "row per log, the same with columns of TRL, or every metric of a log in one line, as transformers "
                         "prints it")  # fmt: skip
     options = parser.parse_args(argv)
-    try:
+    with mistakes_of_options(parser, PipelineError, YAMLFileError):
         pipeline = read_pipeline(options.pipeline)
         # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)
@@ -574,9 +574,5 @@ def main(argv: Sequence[str]) -> None:
                 console.print(f"{stage.name}: {_shown(stage)}, {reached}, in {pipeline.output_dir / stage.name}")
             return
         rows = run_pipeline(pipeline, console, progress=options.progress)
-    except (PipelineError, YAMLFileError) as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     console.print(results(rows))
     PartialState().destroy_process_group()

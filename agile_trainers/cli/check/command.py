@@ -22,7 +22,7 @@ from trl.import_utils import is_vllm_available
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.check.report import Report, Run
 from agile_trainers.cli.check.sections import check_run
-from agile_trainers.cli.errors import Progress, message
+from agile_trainers.cli.errors import message, mistakes_of_options
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.train import (
@@ -125,14 +125,10 @@ def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, 
     parser = make_parser(algorithm, Parser, launch)
     if elsewhere:
         parser.set_defaults(use_cpu=True, bf16=not given.fp16)  # as TRL decides on a GPU
-    try:
+    with mistakes_of_options(parser, ValueError):  # of a configuration's own checks
         *parsed, _, _ = parser.parse_args_and_config(
             options, return_remaining_strings=True, separate_remaining_strings=True
         )
-    except ValueError as error:  # a configuration's own check
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     return parsed, parser, launch, elsewhere
 
 
@@ -157,12 +153,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             "--environment is missing: set the id of the environment to check, module.path:Name or "
             "agent:module.path:function."
         )
-    try:
+    with mistakes_of_options(parser, ValueError):
         args = args.with_environment(names_of(script.environment))
-    except ValueError as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     report = Report(console or Console())
     shown = describe_environment(script.environment)["environment"]
     report.console.rule(f"agile-trainers check: {shown}", characters="-")
