@@ -19,12 +19,11 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.errors import Progress, cut, guard, message, mistakes_of_options, take_debug
-from agile_trainers.cli.parser import Parser, check_output, environment_arguments
+from agile_trainers.cli.errors import Progress, cut, guard, mistakes_of_options, take_debug
+from agile_trainers.cli.parser import Parser, check_output, environment_arguments, named_dataset
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.other_names import OTHER_NAMES
-from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
 from agile_trainers.monitor.progress import PROGRESS, showing
@@ -169,7 +168,6 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     Raises:
         ValueError: If two data sets are named, or one cannot be loaded.
     """
-    from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
     if mixture.datasets and script.dataset_name:
@@ -177,13 +175,9 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     if mixture.datasets:
         return get_dataset(mixture)
     if script.dataset_name:
-        try:
-            return read_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
-        except (DatasetsError, OSError) as error:
-            raise ValueError(
-                f"dataset_name={script.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or "
-                "folder of JSON, CSV or Parquet files."
-            ) from error
+        return named_dataset(
+            "dataset_name", script.dataset_name, script.dataset_config, streaming=script.dataset_streaming
+        )
     return None
 
 
