@@ -2092,7 +2092,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a chain's evaluation forgets settings of the environment", "cli/chain/stages.py",
-        "taken = (*EPISODES, *_PLAYED, *_LOADED)", "taken = EPISODES", "tests/test_cli_chain.py -k last_multi_turn",
+        "for name in (*_PLAYED, *_LOADED) if name in played", 'for name in ("max_turns", "temperature") if name in played',
+        "tests/test_cli_chain.py -k last_multi_turn",
     ),
     Mutation(
         "ends of ranges of whole numbers are fractions", "populations/population.py",
