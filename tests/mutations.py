@@ -258,7 +258,7 @@ MUTATIONS = [
     ),
     Mutation(
         "paths store what they share again", "records/schema.py",
-        'found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})',
+        'found.append({"of": of, "shared": shared, "ids": list(path[shared:])})',
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
     Mutation(

@@ -21,7 +21,7 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory, Turn
 
-Finished = tuple[Path, dict[str, Mapping[str, float]]]
+Finished = tuple[Path, Mapping[str, Mapping[str, float]]]
 TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)
 
 

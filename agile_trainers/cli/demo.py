@@ -149,7 +149,7 @@ def scripted_scores(policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes:
     }
 
 
-def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, Mapping[str, float]]:
+def run(output: Path, seed: int, budget: Budget, console: Console) -> Mapping[str, Mapping[str, float]]:
     """Run the demo.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -391,19 +391,14 @@ def encode(value: Any) -> bytes:
 
 def most_telling_first(count: int) -> Iterator[int]:
     """Yield the numbers below ``count``: first and last, then the middle of each gap, so that any beginning is even."""
-    if count:
-        yield 0
-    if count > 1:
-        yield count - 1
-    gaps = [(0, count - 1)]
+    yield from sorted({0, count - 1}) if count else ()
+    gaps = deque([(0, count - 1)])
     while gaps:
-        halved = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                halved += [(low, middle), (middle, high)]
-        gaps = halved
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            gaps += [(low, middle), (middle, high)]
 
 
 def _finite(value: Any) -> Any:
