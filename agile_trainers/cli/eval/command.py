@@ -561,7 +561,3 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
