@@ -460,12 +460,12 @@ def _last_message(prompt: Any) -> Any:
     return prompt
 
 
-def _cut(value: Any) -> str | None:
+def _cut(value: Any, most: int = OUTLINE_TEXT) -> str | None:
     """Return the beginning of a text, or of a value's JSON; an ellipsis stands for the rest."""
     if value is None:
         return None
     text = _whole(value)
-    return text if len(text) <= OUTLINE_TEXT else f"{text[:OUTLINE_TEXT]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _whole(value: Any) -> str:
@@ -493,7 +493,8 @@ def labels(runs: Sequence[RunRecords]) -> list[str]:
     for run, folder in zip(runs, folders, strict=True):
         policy, algorithm = (run.info.get(name) for name in ("policy", "algorithm"))
         parts = [policy, folder] if policy else [folder, algorithm]
-        found.append(" · ".join(_shortened(part) for part in parts if part))
+        texts = (_whole(part).removeprefix("Multi-turn ") for part in parts if part)
+        found.append(" · ".join(f"{_cut(text, _LONGEST)}" for text in texts))
     counts = Counter(found)
     return [label if counts[label] == 1 else f"{label} · {run.name}" for label, run in zip(found, runs, strict=True)]
 
@@ -543,11 +544,6 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
         if len({folder.parts[-size:] for folder in different}) == len(different):
             break
     return ["/".join(folder.parts[-size:]) for folder in folders]
-
-
-def _shortened(value: Any) -> str:
-    text = (value if isinstance(value, str) else json.dumps(value, default=str)).removeprefix("Multi-turn ")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 LINEAGE = "lineage.json"

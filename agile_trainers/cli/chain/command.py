@@ -127,13 +127,15 @@ def run_pipeline(
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
-            if stage.population is not None:
-                _evolve(pipeline, stage, model, after_stage, console, progress)
-            else:
-                checkpoint = resume_point(folder, console)
-                if not _train(pipeline, stage, model, folder, checkpoint, after_stage, console, progress):
-                    console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
-                    return rows
+            train = _train if stage.population is None else _evolve
+            done = train(pipeline, stage, model, console, progress)
+            if done is None:
+                console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
+                return rows
+            if after_stage is not None:
+                after_stage(stage, done)
+            del done
+            clear_device_cache(garbage_collection=True)
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(policy_folder(pipeline, stage))
         evaluation = evaluate_stage(pipeline, model, folder, {"id": parent})
@@ -273,17 +275,10 @@ def resume_point(folder: Path, console: Console) -> str | None:
     return str(found)
 
 
-def _train(
-    pipeline: Pipeline,
-    stage: Stage,
-    model: str,
-    folder: Path,
-    checkpoint: str | None,
-    after_stage: Hook | None,
-    console: Console,
-    progress: str,
-) -> bool:
-    """Train a stage; return False if ``max_wall_seconds`` ended it."""
+def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progress: str) -> Any:
+    """Train a stage, from where it was left, and return its trainer; None if ``max_wall_seconds`` ended it."""
+    folder = pipeline.output_dir / stage.name
+    checkpoint = resume_point(folder, console)
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
@@ -294,17 +289,13 @@ def _train(
         with showing(trainer.callback_handler, console, stage.name, progress=progress):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
-            return False
+            return None
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
         if trainer.args.should_save:
             _complete(folder, stage, model, trainer.model, trainer.args, trainer.state)
         PartialState().wait_for_everyone()
-    if after_stage is not None:
-        after_stage(stage, trainer)
-    del trainer
-    clear_device_cache(garbage_collection=True)
-    return True
+    return trainer
 
 
 def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
@@ -314,20 +305,15 @@ def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
         trainer.train_dataset = trainer.train_dataset.select(range(1))  # its epochs are over
 
 
-def _evolve(
-    pipeline: Pipeline, stage: Stage, model: str, after_stage: Hook | None, console: Console, progress: str
-) -> None:
-    """Train the population of a stage, from where it was left; its winner goes to the stage's folder."""
+def _evolve(pipeline: Pipeline, stage: Stage, model: str, console: Console, progress: str) -> Any:
+    """Train the population of a stage, from where it was left, and return it; its winner goes to the stage's folder."""
     assert stage.population is not None
     lora = _lora_of(pipeline, stage, model)
     _, population = run_plan(
         stage.population, model, pipeline.environment, lora, console, table=progress != "dicts",
         winner=policy_folder(pipeline, stage),
     )  # fmt: skip
-    if after_stage is not None:
-        after_stage(stage, population)
-    del population
-    clear_device_cache(garbage_collection=True)
+    return population
 
 
 def _complete(folder: Path, stage: Stage, model: str, trained: Any, args: Any, state: Any) -> None:

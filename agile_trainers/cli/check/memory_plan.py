@@ -304,12 +304,13 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
     weights = plan.copies * int(step.linear * per_linear + others * per_weight) + per_trained * own
     # DeepSpeed and FSDP2 keep the optimizer's values in fp32, and ZeRO a copy of the weights.
     states, per_state = optimizer_values(plan.optimizer, 4 if launch.zero else per_trained)
-    per_optimized = states * per_state + (4 if launch.zero else 0)
+    per_optimized, optimized = states * per_state, f"{states} x {per_state} bytes"
+    if launch.zero:
+        per_optimized, optimized = per_optimized + 4, f"({optimized} + 4 bytes of fp32 weights)"
     sizes = f"{step.linear:,} x {per_linear:g} bytes + {others:,}" if quantized else f"{base:,}"
     copies = f"{plan.copies} x " if plan.copies > 1 else ""
     adapters = f" + {own:,} of adapters x {per_trained} bytes" if own else ""
     buckets = launch.engine == "ddp" and launch.processes > 1
-    copied = f" + {4 if launch.zero else 0} bytes of fp32 weights" if launch.zero else ""
     shares = {name: launch.processes if name in launch.shared else 1 for name in ("weights", "gradients", "optimizer")}
 
     def item(name: str, size: int, formula: str) -> MemoryItem:
@@ -329,13 +330,7 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
             per_trained * trained * (2 if buckets else 1),
             f"{trained:,} trained x {per_trained} bytes{' x 2 (DDP sends a copy)' if buckets else ''}",
         ),
-        item(
-            "optimizer",
-            per_optimized * trained,
-            f"{trained:,} trained x ({states} x {per_state} bytes{copied}) ({plan.optimizer})"
-            if copied
-            else f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
-        ),
+        item("optimizer", per_optimized * trained, f"{trained:,} trained x {optimized} ({plan.optimizer})"),
         *([snapshots] if plan.snapshots else []),
         *([MemoryItem("teachers", plan.teachers, "frozen weights of teachers")] if plan.teachers else []),
     ]
