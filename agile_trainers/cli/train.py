@@ -230,7 +230,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     given, from_config, from_command_line = parser.parse_args_and_config(
         options, return_remaining_strings=True, separate_remaining_strings=True
     )
-    check_named(parser, given)
+    if given.model_name_or_path is None:
+        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
     launched = [*from_config, *from_command_line]
     launch = launcher_options(parser, argv, launched, from_command_line, debug=debug) if launched else None
     parsed = () if launch else parse_checked(algorithm, options)
@@ -254,12 +255,6 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
     parser = make_parser(algorithm)
     with mistakes_of_options(parser, ValueError, TypeError):
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
-
-
-def check_named(parser: Parser, model: ModelConfig) -> None:
-    """Check that the options name a model."""
-    if model.model_name_or_path is None:
-        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
 
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:

@@ -197,13 +197,6 @@ def shown_made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
 
 def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
     """Check folders and rows of all stages and return each stage's state, None if it has not begun."""
-    states = _check_folders(pipeline)
-    check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
-    return states
-
-
-def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
-    """Check the folders of all stages and return each stage's state, None if it has not begun."""
     states: list[dict[str, Any] | None] = []
     for stage in pipeline.stages:
         folder = pipeline.output_dir / stage.name
@@ -234,6 +227,7 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
                 "train it again."
             )
         states.append(state)
+    check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
     return states
 
 
