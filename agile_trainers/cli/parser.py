@@ -105,7 +105,7 @@ class Parser(TrlParser):
             if action is None or value is None:
                 continue
             if action.type in (int, float) and (isinstance(value, (bool, list, dict))):
-                self.error(f"{name} must be {_kind(action)}, got {value!r}.")
+                self.error(f"{name} must be a {'whole ' if action.type is int else ''}number, got {value!r}.")
             if action.type is not None and getattr(action.type, "__name__", "") == "string_to_bool":
                 if not isinstance(value, (bool, str)):
                     self.error(f"{name} must be true or false, got {value!r}.")
@@ -190,10 +190,6 @@ def _own_fields(kind: type) -> list[str]:
     """Return the fields that this package or the user's algorithm declares, not TRL or transformers."""
     ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("trl", "transformers")]
     return [name for base in ours for name in inspect.get_annotations(base)]
-
-
-def _kind(action: argparse.Action) -> str:
-    return {int: "a whole number", float: "a number"}.get(action.type, "a value")  # type: ignore[call-overload]
 
 
 def _split(option: str) -> list[str]:

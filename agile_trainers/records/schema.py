@@ -96,9 +96,8 @@ _SPLIT_BYTES = ("sampling_logprobs", "logprobs")
 """Columns of many different values; the others are encoded with a dictionary."""
 
 
-def _leaves(name: str, kind: pa.DataType | None = None) -> list[str]:
+def _leaves(name: str, kind: pa.DataType) -> list[str]:
     """Return Parquet's paths of a column."""
-    kind = EPISODE.field(name).type if kind is None else kind
     if pa.types.is_list(kind):
         return _leaves(f"{name}.list.element", kind.value_type)
     if pa.types.is_struct(kind):
