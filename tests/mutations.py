@@ -3476,7 +3476,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a long run loses its last step in the viewer", "viewer/parts.py",
-        "        yield count - 1\n", "        yield 1\n", f"{VIEWER} -k kept_are_even",
+        "{0, count - 1}", "{0, min(1, count - 1)}", f"{VIEWER} -k kept_are_even",
     ),
     Mutation(
         "a turn's advantage in the viewer counts observations", "viewer/parts.py",

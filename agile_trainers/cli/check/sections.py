@@ -81,7 +81,7 @@ def check_run(report: Report, run: Run) -> None:
     if run.policy != "model" and run.policy not in policies:
         report.problem(f"{run.environment} comes with no {run.policy} policy; choose --scripted_policy model.")
         return
-    played = play(report, run)
+    played = play_and_report(report, run)
     if played is None:
         return
     report_rewrites(report, run, played)
@@ -95,7 +95,7 @@ def check_run(report: Report, run: Run) -> None:
     report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
 
 
-def play(report: Report, run: Run) -> list[Trajectory] | None:
+def play_and_report(report: Report, run: Run) -> list[Trajectory] | None:
     """Play the episodes with the run's policy, and report them; None if it cannot play."""
     report.section(f"Play: {run.episodes} episodes by the {run.policy}{'' if run.policy == 'model' else ' policy'}")
     try:
@@ -116,7 +116,7 @@ def check_agent(report: Report, run: Run) -> None:
             f"{run.environment} is an agent, whose calls the model answers here; choose --scripted_policy model."
         )
         return
-    played = play(report, run)
+    played = play_and_report(report, run)
     if played is None or not any(episode.turns for episode in played):
         return
     report.section("Calls")
