@@ -258,7 +258,7 @@ MUTATIONS = [
     ),
     Mutation(
         "paths store what they share again", "records/schema.py",
-        'found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})',
+        'found.append({"of": of, "shared": shared, "ids": list(path[shared:])})',
         'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
     ),
     Mutation(
@@ -2093,7 +2093,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a chain's evaluation forgets settings of the environment", "cli/chain/stages.py",
-        "taken = (*EPISODES, *_PLAYED, *_LOADED)", "taken = EPISODES", "tests/test_cli_chain.py -k last_multi_turn",
+        "for name in (*_PLAYED, *_LOADED) if name in played", 'for name in ("max_turns", "temperature") if name in played',
+        "tests/test_cli_chain.py -k last_multi_turn",
     ),
     Mutation(
         "ends of ranges of whole numbers are fractions", "populations/population.py",
@@ -3476,7 +3477,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a long run loses its last step in the viewer", "viewer/parts.py",
-        "        yield count - 1\n", "        yield 1\n", f"{VIEWER} -k kept_are_even",
+        "{0, count - 1}", "{0, min(1, count - 1)}", f"{VIEWER} -k kept_are_even",
     ),
     Mutation(
         "a turn's advantage in the viewer counts observations", "viewer/parts.py",

@@ -495,7 +495,7 @@ def test_a_stage_that_failed_before_its_first_step_can_be_corrected(pipeline: di
     other = copy.deepcopy(pipeline)
     other["stages"][0]["max_steps"] = 3
     with pytest.raises(chain.PipelineError, match="was trained with other options"):
-        chain._check_folders(parse_pipeline(other))
+        chain._checked(parse_pipeline(other))
 
 
 def test_the_last_table_has_no_empty_column() -> None:

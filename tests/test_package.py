@@ -37,7 +37,7 @@ MODULE = re.compile(r"agile_(trainers|environments)(\.\w+)*\.?(:\w+)?")
 IMPORTING = ("import_module", "__import__", "resolve_name")
 """Functions that import by a name."""
 IMPORTS_WHAT_IT_IS_TOLD = {
-    "imports.py", "cli/run_files.py", "cli/environments.py", "envs/context.py", "envs/libraries/gem.py",
+    "imports.py", "cli/environments.py", "envs/context.py", "envs/libraries/gem.py",
     "envs/libraries/gymnasium.py", "envs/libraries/textarena.py",
     "envs/libraries/__init__.py",
 }  # fmt: skip

@@ -133,19 +133,8 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-@dataclass(frozen=True)
-class DemoScore:
-    """Result of the model or a scripted policy."""
-
-    name: str
-    success: float
-    """Share of games won."""
-    episode_return: float
-    """Mean return."""
-
-
-def scripted_score(name: str, policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes: int) -> DemoScore:
-    """Let a scripted policy answer in place of the model, within the limits of training."""
+def scripted_scores(policy: ScriptedPolicy, tokenizer: Any, args: Any, episodes: int) -> dict[str, float]:
+    """Let a scripted policy answer in place of the model, within the limits of training; return metrics of an evaluation."""
     options = EpisodeOptions.of_args(args)
 
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
@@ -153,17 +142,14 @@ def scripted_score(name: str, policy: ScriptedPolicy, tokenizer: Any, args: Any,
 
     specs = [EpisodeSpec(index, (index,), {"secret": index % HIGH + 1}) for index in range(episodes)]
     games = play_scripted(engine, make_environment_factory(ENVIRONMENT), lambda _: policy, specs, tokenizer)
-    return DemoScore(
-        name, sum(bool(game.success) for game in games) / episodes, sum(g.episode_return for g in games) / episodes
-    )
+    return {
+        "eval_success": sum(bool(game.success) for game in games) / episodes,
+        "eval_return": sum(game.episode_return for game in games) / episodes,
+        "eval_episodes": episodes,
+    }
 
 
-def model_score(name: str, metrics: Mapping[str, float]) -> DemoScore:
-    """Return the score of the model with sampling."""
-    return DemoScore(name, metrics["eval_success"], metrics["eval_return"])
-
-
-def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, DemoScore]:
+def run(output: Path, seed: int, budget: Budget, console: Console) -> Mapping[str, Mapping[str, float]]:
     """Run the demo.
 
     Args:
@@ -173,7 +159,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         console: Console for the output.
 
     Returns:
-        The scores of ``random`` play, of the model after ``sft`` and after ``rl``, and of ``optimal`` play.
+        The metrics of evaluations by name: random play, the model after SFT and after RL, and optimal play.
     """
     started = time.perf_counter()
     disable_progress_bars()
@@ -192,35 +178,26 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     write_card_of_rows(base, base.name, learned, supervised.args, log, rows)
 
     trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
-    scores = {
-        "random": scripted_score(
-            "random play", random_policy, trainer.processing_class, trainer.args, budget.eval_episodes
-        ),
-        "sft": model_score("after SFT", trainer.evaluate()),
-    }
+    episodes, tokenizer = budget.eval_episodes, trainer.processing_class
+    random, sft = scripted_scores(random_policy, tokenizer, trainer.args, episodes), trainer.evaluate()
     with showing(trainer.callback_handler, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
-    scores["rl"] = model_score("after RL", trainer.evaluate())
-    scores["optimal"] = scripted_score(
-        "optimal play", halving_policy, trainer.processing_class, trainer.args, budget.eval_episodes
-    )
+    optimal = scripted_scores(halving_policy, tokenizer, trainer.args, episodes)
+    scores = {"random play": random, "after SFT": sft, "after RL": trainer.evaluate(), "optimal play": optimal}
 
-    for key in ("random", "optimal"):
-        of = scores[key]
-        measured = {"eval_success": of.success, "eval_return": of.episode_return, "eval_episodes": budget.eval_episodes}
-        trainer.cards.baselines[of.name] = measured
+    trainer.cards.baselines |= {"random play": random, "optimal play": optimal}
     adapter = output / "adapter"
     trainer.save_model(str(adapter))
-    games, table = some_games(output / "rl" / "rollouts"), results_table(scores, budget.eval_episodes)
+    games, table = some_games(output / "rl" / "rollouts"), results_table(scores, episodes)
     _show(console, games, table, base, adapter, time.perf_counter() - started)
     return scores
 
 
-def results_table(scores: Mapping[str, DemoScore], episodes: int) -> Table:
+def results_table(scores: Mapping[str, Mapping[str, float]], episodes: int) -> Table:
     """Make the table of scores, one row each."""
     table = Table("", "games won", "return", title=f"{episodes:,} sampled games each")
-    for score in scores.values():
-        table.add_row(score.name, f"{score.success:.1%}", f"{score.episode_return:+.3f}")
+    for name, score in scores.items():
+        table.add_row(name, f"{score['eval_success']:.1%}", f"{score['eval_return']:+.3f}")
     return table
 
 

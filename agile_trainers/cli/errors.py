@@ -5,13 +5,15 @@ The module has no slow imports, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import shutil
 import subprocess
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 _LONGEST = 4000
 """Characters of a message."""
@@ -83,6 +85,17 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
             print(wrapped(f"agile-trainers {command}: error: {message(error)}"), file=sys.stderr)
             print("(--debug shows where it was raised)", file=sys.stderr)
         return code or 2
+
+
+@contextmanager
+def mistakes_of_options(parser: argparse.ArgumentParser, *kinds: type[Exception]) -> Iterator[None]:
+    """Report errors of some kinds as mistakes in the options, with the usage; with ``--debug`` they keep their traceback."""
+    try:
+        yield
+    except kinds as error:
+        if Progress.debug:
+            raise
+        parser.error(str(error))
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -12,11 +12,13 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from datasets.exceptions import DatasetsError
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from agile_trainers.cli.errors import cut, message, wrapped
 from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.config.other_names import meant
+from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.records.plain import from_json
 
 OFTEN = (
@@ -103,7 +105,7 @@ class Parser(TrlParser):
             if action is None or value is None:
                 continue
             if action.type in (int, float) and (isinstance(value, (bool, list, dict))):
-                self.error(f"{name} must be {_kind(action)}, got {value!r}.")
+                self.error(f"{name} must be a {'whole ' if action.type is int else ''}number, got {value!r}.")
             if action.type is not None and getattr(action.type, "__name__", "") == "string_to_bool":
                 if not isinstance(value, (bool, str)):
                     self.error(f"{name} must be true or false, got {value!r}.")
@@ -190,10 +192,6 @@ def _own_fields(kind: type) -> list[str]:
     return [name for base in ours for name in inspect.get_annotations(base)]
 
 
-def _kind(action: argparse.Action) -> str:
-    return {int: "a whole number", float: "a number"}.get(action.type, "a value")  # type: ignore[call-overload]
-
-
 def _split(option: str) -> list[str]:
     return ["--config", option.partition("=")[2]] if option.startswith("--config=") else [option]
 
@@ -210,6 +208,21 @@ def environment_arguments(text: str) -> Any:
         raise ValueError(
             f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got {len(text)} characters that are '
             f"none: {error}."
+        ) from error
+
+
+def named_dataset(option: str, name: str, config: str | None, *, streaming: bool = False) -> Any:
+    """Load the splits of the data set that an option names.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    try:
+        return read_dataset(name, config, streaming=streaming)
+    except (DatasetsError, OSError) as error:
+        raise ValueError(
+            f"{option}={name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or folder of JSON, CSV or "
+            "Parquet files."
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -77,14 +78,8 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     if options.model:
         check_model(options.model, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
-    how = EpisodeOptions(
-        max_turns=options.max_turns,
-        max_new_tokens=options.max_new_tokens,
-        max_model_length=options.max_model_length,
-        system_prompt=options.system_prompt,
-        training_chat_template=options.training_chat_template,
-        history=options.history,
-    )
+    names = {one.name for one in fields(EpisodeOptions)}
+    how = EpisodeOptions(**{name: value for name, value in vars(options).items() if name in names})
 
     def engine(recording: EnvironmentFactory) -> RolloutEngine:
         return build_engine(how, how.make_pool(recording), tokenizer)

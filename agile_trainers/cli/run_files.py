@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.config.other_names import meant
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
-from agile_trainers.imports import exits_reported, import_named, nearest
+from agile_trainers.imports import exits_reported, load_named, nearest
 from agile_trainers.trainers.registry import algorithm_names, find_algorithm
 
 
@@ -52,18 +51,16 @@ def check_dataset(name: str, where: str) -> None:
     Raises:
         YAMLFileError: If a file or function does not exist.
     """
-    module, _, attribute = name.partition(":")
     path = Path(name)
-    if attribute and not path.exists():
-        try:
-            found = hasattr(import_named(module), attribute)
-        except ModuleNotFoundError as error:
-            raise YAMLFileError(f"{where}: dataset {name!r}: there is no module {error.name!r}.") from error
-        if not found:
-            near = nearest(attribute, dir(sys.modules[module])) or "."
-            raise YAMLFileError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{near}")
+    if _is_function(name):
+        with naming_place(f"{where}: dataset {name!r}"):
+            load_named(name)
     elif path.suffix.lower() in FILES and not path.is_file():
         raise YAMLFileError(f"{where}: there is no file {name}.")
+
+
+def _is_function(dataset: str) -> bool:
+    return bool(dataset.partition(":")[2]) and not Path(dataset).exists()
 
 
 def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
@@ -74,10 +71,9 @@ def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
             :func:`~agile_trainers.envs.questions.rows.read_dataset` (the split is ``train``).
         arguments: Arguments of the function or of ``datasets.load_dataset``.
     """
-    module, _, attribute = name.partition(":")
-    if attribute and not Path(name).exists():
+    if _is_function(name):
         with exits_reported(f"The data set's function {name!r}"):
-            rows = getattr(importlib.import_module(module), attribute)(**arguments)
+            rows = load_named(name)(**arguments)
             return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
     return read_dataset(name, **{"split": "train", **arguments})
 

@@ -19,12 +19,11 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
-from agile_trainers.cli.parser import Parser, check_output, environment_arguments
+from agile_trainers.cli.errors import Progress, cut, guard, mistakes_of_options, take_debug
+from agile_trainers.cli.parser import Parser, check_output, environment_arguments, named_dataset
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.other_names import OTHER_NAMES
-from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
 from agile_trainers.monitor.progress import PROGRESS, showing
@@ -169,7 +168,6 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     Raises:
         ValueError: If two data sets are named, or one cannot be loaded.
     """
-    from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
     if mixture.datasets and script.dataset_name:
@@ -177,13 +175,9 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     if mixture.datasets:
         return get_dataset(mixture)
     if script.dataset_name:
-        try:
-            return read_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
-        except (DatasetsError, OSError) as error:
-            raise ValueError(
-                f"dataset_name={script.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or "
-                "folder of JSON, CSV or Parquet files."
-            ) from error
+        return named_dataset(
+            "dataset_name", script.dataset_name, script.dataset_config, streaming=script.dataset_streaming
+        )
     return None
 
 
@@ -236,7 +230,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     given, from_config, from_command_line = parser.parse_args_and_config(
         options, return_remaining_strings=True, separate_remaining_strings=True
     )
-    check_named(parser, given)
+    if given.model_name_or_path is None:
+        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
     launched = [*from_config, *from_command_line]
     launch = launcher_options(parser, argv, launched, from_command_line, debug=debug) if launched else None
     parsed = () if launch else parse_checked(algorithm, options)
@@ -258,18 +253,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
     """Parse script arguments and configurations; a configuration's error becomes one of the command line."""
     parser = make_parser(algorithm)
-    try:
+    with mistakes_of_options(parser, ValueError, TypeError):
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
-    except (ValueError, TypeError) as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
-
-
-def check_named(parser: Parser, model: ModelConfig) -> None:
-    """Check that the options name a model."""
-    if model.model_name_or_path is None:
-        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
 
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
@@ -327,10 +312,8 @@ def launcher_options(
     parser.refuse(options, known)
     left = list(from_command_line)
     training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]
-    try:
+    with mistakes_of_options(parser, ValueError):
         launching = resolve(options)
-    except ValueError as error:
-        parser.error(str(error))
     module = ["--module", __spec__.name, *training, *(["--debug"] if debug else [])]
     found = launcher.parse_args([*launching, *module])
     if found.training_script != __spec__.name:

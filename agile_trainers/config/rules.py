@@ -808,32 +808,23 @@ MACHINE: tuple[Rule, ...] = (
 )
 """Rules for what this machine or launch cannot do, checked before the model is loaded; ``args.device`` starts accelerate."""
 
+
+def _only_in_train(what: str, does: str, *options: str) -> Rule:
+    """Make a rule for options that act in ``train()`` alone."""
+    where = f"with rollout() and update() the caller {does} them. Leave {{name}} unset, or call train()."
+    return Rule(options, lambda args, _: False, f"{{name}}={{value!r}} {what}; {where}", when_set=True)
+
+
 BY_HAND: tuple[Rule, ...] = (
-    Rule(
-        ("task_sampling", "task_column", "resample_zero_advantage_groups"),
-        lambda args, _: False,
-        "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
-        "{name} unset, or call train().",
-        when_set=True,
+    _only_in_train(
+        "chooses the groups that train() plays",
+        "chooses",
+        "task_sampling",
+        "task_column",
+        "resample_zero_advantage_groups",
     ),
-    Rule(
-        ("demonstrations",),
-        lambda args, value: value is None,
-        "demonstrations={value!r} take places in the groups that train() plays; with rollout() and update() the caller "
-        "plays them. Leave it unset, or call train().",
-    ),
-    Rule(
-        ("replay_successes",),
-        lambda args, value: not value,
-        "replay_successes={value} take places in the groups that train() plays; with rollout() and update() the caller "
-        "plays them. Leave it unset, or call train().",
-    ),
-    Rule(
-        ("batches_ahead",),
-        lambda args, value: not value,
-        "batches_ahead={value} lets train() play batches before their update; with rollout() and update() the caller plays "
-        "them. Leave it unset, or call train().",
-    ),
+    _only_in_train("take places in the groups that train() plays", "plays", "demonstrations", "replay_successes"),
+    _only_in_train("lets train() play batches before their update", "plays", "batches_ahead"),
 )
 """Rules for a run of ``rollout()`` and ``update()``."""
 

@@ -783,8 +783,6 @@ class HealthCheck:
     """Returns the evidence, or None if there is none."""
     advice: str
     """One or two sentences that name the options to change."""
-    options: tuple[str, ...] = ()
-    """The options that the advice names."""
     unless: tuple[str, ...] = ()
     """Findings that explain this one: with any of them it is not reported. Of two that explain each other, the one that was
     made first remains, or the first of the table."""
@@ -820,12 +818,12 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "Read an episode: the prompt must tell the form in which an answer is understood. Then choose an easier level, "
         "reward partial progress, or train on demonstrations first (--model of an SFT stage). A larger num_generations "
         "finds rarer successes.",
-        ("num_generations",), unless=("entropy_collapse", *_CAUSES),
+        unless=("entropy_collapse", *_CAUSES),
     ),
     HealthCheck(
         "policy_destroyed", ("answers_cut", "prompt_information", "policy_change", *_ENTROPY), _policy_destroyed,
         "Lower learning_rate to a tenth, and begin again from the start or a checkpoint before the fall.",
-        ("learning_rate",), unless=("giving_up_pays", "reward_misses_success", "sampler_too_old"),
+        unless=("giving_up_pays", "reward_misses_success", "sampler_too_old"),
     ),
     HealthCheck(
         "giving_up_pays", ("turns/mean", *_COURSE), _giving_up_pays,
@@ -840,24 +838,22 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "worse_than_start", _COURSE, _worse_than_start,
         "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
         "latest episodes: an environment that changed, or a reward for something else, looks the same.",
-        ("learning_rate",),
         unless=(*_DESTROYED, "reward_misses_success", "entropy_runaway", "sampler_too_old", "teacher_left"),
     ),
     HealthCheck(
         "entropy_runaway", ("answers_cut", *_ENTROPY), _entropy_runaway,
         "Lower entropy_coef or temperature, then learning_rate: the bonus for variety outweighs the reward.",
-        ("entropy_coef", "temperature", "learning_rate"), unless=("giving_up_pays", "reward_misses_success"),
+        unless=("giving_up_pays", "reward_misses_success"),
     ),
     HealthCheck(
         "kl_pins_policy", ("kl", *_COURSE), _kl_pins_policy,
         "Lower beta (0.1 and less): the policy cannot leave its reference.",
-        ("beta",), unless=("solved", "zero_advantage_groups", "too_hard", *_CAUSES),
+        unless=("solved", "zero_advantage_groups", "too_hard", *_CAUSES),
     ),
     HealthCheck(
         "one_task", ("distinct_tasks",), _one_task,
         "Let reset derive the task from its seed or row, give train_dataset more rows, or check task_column and "
         "task_sampling: what is learned holds for this task alone.",
-        ("task_column", "task_sampling"),
     ),
     HealthCheck(
         "rewards_missing", ("rewards/nan",), _rewards_missing,
@@ -872,24 +868,24 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "judge_overoptimized", ("judges/score", "judges/held_out"), _judge_overoptimized,
         "Go on from a checkpoint before the two parted, and read what the judge rewards now. Mend the rubric, set beta, or "
         "lower learning_rate.",
-        ("beta", "learning_rate"), unless=_DESTROYED,
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "starts_lost", ("groups_without_success", "success", *_MISSING), _starts_lost,
         "The groups of these starts have no gradient. Set replay_successes where starts are rows, so that one success is "
         "enough, or begin again with entropy_coef (0.01 to 0.05) or a lower learning_rate.",
-        ("replay_successes", "entropy_coef", "learning_rate"), unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
+        unless=("solved", "too_hard", "entropy_collapse", *_CAUSES),
     ),
     HealthCheck(
         "zero_advantage_groups", (*_EPISODES, "entropy"), _zero_advantage,
         "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
         "num_generations or temperature makes the members of a group differ.",
-        ("num_generations", "temperature"), unless=("solved", "entropy_collapse", "starts_lost", *_CAUSES),
+        unless=("solved", "entropy_collapse", "starts_lost", *_CAUSES),
     ),
     HealthCheck(
         "reward_discounted", ("turns/mean", "return/early_std", "return/std"), _reward_discounted,
         "Raise gamma to 1: only the last answer learns from the reward.",
-        ("gamma",), unless=("solved",),
+        unless=("solved",),
     ),
     HealthCheck(
         "too_easy", _EPISODES, _too_easy,
@@ -899,87 +895,81 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
     HealthCheck(
         "entropy_collapse", ("entropy", "return/mean", "success"), _entropy_collapse,
         "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
-        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"),
         unless=("solved", "too_hard", "zero_advantage_groups", *_CAUSES),
     ),
     HealthCheck(
         "template_collapse", ("prompt_information", "entropy"), _template_collapse,
         "Lower entropy_coef, set beta, and raise num_generations or leave out groups whose rewards hardly differ: noise "
         "drives the updates.",
-        ("entropy_coef", "beta", "num_generations"), unless=("solved", *_CAUSES),
+        unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "prompts_unread", ("prompt_information", "success", "reward", "observations_empty"), _prompts_unread,
         "Read prompts in the rollout log: a chat template or history may leave out what an answer needs. If all is there, "
         "train on demonstrations first.",
-        ("history",), unless=("solved", *_CAUSES),
+        unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "cut_answers", ("answers_cut", "return/answers_cut", "return/mean", "return/std"), _cut_answers,
         "Raise max_new_tokens, ask for shorter answers in system_prompt, or set stop_strings.",
-        ("max_new_tokens", "system_prompt", "stop_strings"), unless=("solved", *_CAUSES),
+        unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "context_full", ("stop/context_full",), _context_full,
         "Raise max_model_length, or lower max_new_tokens, max_turns or max_observation_length.",
-        ("max_model_length", "max_new_tokens", "max_turns", "max_observation_length"),
     ),
     HealthCheck(
         "rewrite_full", ("stop/rewrite_full",), _rewrite_full,
         "Let history return less (a lower N, a shorter instruction), or raise max_model_length.",
-        ("history", "max_model_length"),
     ),
     HealthCheck(
         "rewritten_every_turn", ("rewrites/context", "rewrites/questions", "turns/mean"), _rewritten_every_turn,
         "Choose a history that rewrites seldom and much, such as summary:N. Leave it if each context is short by design.",
-        ("history",),
     ),
     HealthCheck(
         "episodes_cut", (*(f"stop/{name}" for name in _LIMITS), "success", "reward", "return/std"), _episodes_cut,
         "Raise max_turns or max_model_length, end episodes sooner, or set mask_truncated_completions=False.",
-        ("max_turns", "max_model_length", "mask_truncated_completions"), unless=("solved", *_CAUSES),
+        unless=("solved", *_CAUSES),
     ),
     HealthCheck(
         "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), _ratio_clipped,
         "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
         "epsilon_high.",
-        ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"), unless=_DESTROYED,
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "sampler_too_old", ("drift/kl", "drift/effective_sample_size", "reward"), _sampler_too_old,
         "Lower batches_ahead, then learning_rate: the policy moves too far while its batches wait. Without a weight, set "
         "drift_correction.",
-        ("batches_ahead", "learning_rate", "drift_correction"),
         unless=("solved", "reward_misses_success", "entropy_runaway"),
     ),
     HealthCheck(
         "sampler_mismatch", ("sampling/sampling_logp_difference/mean",), _sampler_mismatch,
         "Remove the cause, set vllm_importance_sampling_correction=True, or raise max_logprob_gap if the mismatch is "
         "expected.",
-        ("vllm_importance_sampling_correction", "max_logprob_gap"),
     ),
     HealthCheck(
         "kl_runaway", ("kl",), _kl_runaway,
         "Raise beta or lower learning_rate; sync_ref_model moves the reference along.",
-        ("beta", "learning_rate", "sync_ref_model"), unless=_DESTROYED,
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "teacher_left", ("teacher/kl", *_COURSE), _teacher_left,
         "Lower teacher_coef, or let it fall to 0 (teacher_steps); teacher_turn_decay below 1 leaves late turns to the "
         "reward.",
-        ("teacher_coef", "teacher_steps", "teacher_turn_decay"), unless=_DESTROYED,
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "expert_alone", ("demonstrations/alone", "demonstrations/log_prob", "success"), _expert_alone,
         "Raise learning_rate or demonstration_coef; demonstration_loss='weighted' hardly moves what the policy finds "
         "unlikely. If the policy could never say the expert's answers, train on them first (--model of an SFT stage).",
-        ("learning_rate", "demonstration_coef", "demonstration_loss"), unless=_DESTROYED,
+        unless=_DESTROYED,
     ),
     HealthCheck(
         "value_not_learning", ("value/error", "value/spread"), _value_not_learning,
         "Raise critic_learning_rate or vf_coef, give the critic a head start with critic_warmup_steps, or lower "
         "learning_rate.",
-        ("critic_learning_rate", "vf_coef", "critic_warmup_steps", "learning_rate"), unless=("solved", *_DESTROYED),
+        unless=("solved", *_DESTROYED),
     ),
     HealthCheck(
         "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
@@ -987,13 +977,12 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "the logged learning_rate is still far below yours, shorten warmup_steps. If it is 1e-5 and more for an adapter "
         "(1e-6 for all weights), check that an optimizer of your own holds the model's parameters, and that the adapter is "
         "on layers that answers depend on; otherwise raise it. Train weights in float32 if they are bfloat16.",
-        ("learning_rate", "warmup_steps"),
         unless=("solved", "zero_advantage_groups", "too_hard", "episodes_cut", "kl_pins_policy"),
     ),
     HealthCheck(
         "environment_failing", ("stop/environment_error", "stop/environment_timeout"), _environment_failing,
         "Mend the environment; agile-trainers check plays it without a model. Raise environment_timeout if it is slow.",
-        ("environment_timeout",), silences_from=FAILING,
+        silences_from=FAILING,
     ),
     HealthCheck(
         "environment_ignores_seed", ("groups_with_different_starts",), _environment_ignores_seed,

@@ -436,7 +436,6 @@ def summarize_policy(results: EpisodeResults) -> PolicySummary:
     reporting = environments_with_success(results.rows)
     counted = [index for index, row in enumerate(results.rows) if row["environment"] in reporting]
     successes = [results.values("success")[index] or 0.0 for index in counted]
-    reasons = [row["stop_reason"] for row in results.rows]
     return PolicySummary(
         episodes=len(results.rows),
         failed=len(results.rows) - len(rows),
@@ -448,7 +447,7 @@ def summarize_policy(results: EpisodeResults) -> PolicySummary:
         episode_return=_mean([lowest if one is None else one for one in returns], units, limits) if rows else None,
         turns=fmean(row["turns"] for row in rows) if rows else None,
         action_tokens=fmean(row["action_tokens"] for row in rows) if rows else None,
-        stop_reasons={name: reasons.count(name) for name in sorted(set(reasons), key=lambda one: -reasons.count(one))},
+        stop_reasons=dict(Counter(row["stop_reason"] for row in results.rows).most_common()),
         pass_at_k=_pass_at_k(results),
     )
 

@@ -187,25 +187,19 @@ def _asking(history: History, hear: Hear) -> History:
 
 def _tapped(method: Callable[..., Any], tap: Callable[..., None]) -> Callable[..., Any]:
     """Wrap a method so that its results and arguments also go to ``tap``. Protocol errors are left to the engine."""
-    if inspect.iscoroutinefunction(method):
 
-        @wraps(method)
-        async def awaited(*given: Any, **named: Any) -> Any:
-            result = await method(*given, **named)
-            with suppress(ValueError):
-                tap(result, *given, **named)
-            return result
-
-        return awaited
-
-    @wraps(method)
-    def called(*given: Any, **named: Any) -> Any:
-        result = method(*given, **named)
+    def tapped(result: Any, *given: Any, **named: Any) -> Any:
         with suppress(ValueError):
             tap(result, *given, **named)
         return result
 
-    return called
+    async def awaited(*given: Any, **named: Any) -> Any:
+        return tapped(await method(*given, **named), *given, **named)
+
+    def called(*given: Any, **named: Any) -> Any:
+        return tapped(method(*given, **named), *given, **named)
+
+    return wraps(method)(awaited if inspect.iscoroutinefunction(method) else called)
 
 
 @dataclass

@@ -45,10 +45,6 @@ class PromptedAnswer:
     prompt_ids: list[int]
     answer_ids: list[int]
 
-    def after(self, prompt_ids: list[int]) -> PromptedAnswer:
-        """Return the same answer after another prompt."""
-        return PromptedAnswer(prompt_ids, self.answer_ids)
-
 
 def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[PromptedAnswer]:
     """Return the answers of one turn, one for each different conversation before it, at most ``PAIRS``.
@@ -113,7 +109,8 @@ class PolicyMeasurements:
         if not self._every or (generation % self._every and generation not in EARLY):
             return {}
         compared = compared_answers(trajectories)
-        crossed = [answer.after(other.prompt_ids) for answer in compared for other in compared]
+        # Each answer after each prompt.
+        crossed = [PromptedAnswer(other.prompt_ids, answer.answer_ids) for answer in compared for other in compared]
         if not self._landmarks:
             self._landmarks = self._choose_landmarks(trajectories)
         metrics = {}

@@ -56,13 +56,13 @@ class StepGuard:
                 for parameter in model.parameters():
                     parameter.grad = None  # optimizers skip a parameter without gradient
                 optimizer._is_overflow = True  # so that `Trainer` does not advance the schedule
-            self._report(norm, step, _scales_loss(accelerator))
+            self._report(norm, step, scales_loss=accelerator.mixed_precision == "fp16")
             return
         self.in_a_row = 0
         if skips:
             optimizer._is_overflow = False
 
-    def _report(self, norm: Any, step: int, scales_loss: bool) -> None:
+    def _report(self, norm: Any, step: int, *, scales_loss: bool) -> None:
         most = MOST_SKIPPED_WITH_LOSS_SCALING if scales_loss else MOST_SKIPPED_IN_A_ROW
         if self.in_a_row >= most:
             raise NonFiniteError(
@@ -112,7 +112,3 @@ def _agree(mine: bool, accelerator: Accelerator) -> bool:
         return mine
     against = torch.tensor(0.0 if mine else 1.0, device=accelerator.device)
     return float(accelerator.reduce(against, reduction="sum")) == 0.0
-
-
-def _scales_loss(accelerator: Accelerator) -> bool:
-    return accelerator.mixed_precision == "fp16"

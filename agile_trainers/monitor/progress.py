@@ -103,17 +103,6 @@ def with_batch(values: dict[str, float], batch: Mapping[str, float], *, wide: bo
     return {title: batch[title] for title in _BATCH if title in batch} | kept
 
 
-def columns_of(rows: Sequence[Row], known: Sequence[str] = ()) -> list[str]:
-    """Return the titles of the columns of some rows and those that were known before, in their order."""
-    titles = {*known}.union(*(row.values for row in rows))
-    return [title for title in _COLUMNS if title in titles]
-
-
-def header_line(columns: Sequence[str], steps: int, width: int | None) -> str:
-    """Return the header as a line of text; see :func:`row_line`."""
-    return _line("step", "time", columns, columns, steps, width)
-
-
 def row_line(row: Row, columns: Sequence[str], width: int | None) -> str:
     """Return a row as a line of text. The name of an evaluation follows its last value.
 
@@ -122,13 +111,9 @@ def row_line(row: Row, columns: Sequence[str], width: int | None) -> str:
         columns: Titles of the columns.
         width: Characters of a line; columns that do not fit are left out, the last ones first. None: any number.
     """
+    step = f"{row.step}/{row.steps}" if row.steps else str(row.step)
     cells = [short(row.values[title]) if title in row.values else "" for title in columns]
-    return _line(step_text(row), clock(row.seconds), cells, columns, row.steps, width, row.name)
-
-
-def step_text(row: Row) -> str:
-    """Return the step of a row, with the number of steps where it is known."""
-    return f"{row.step}/{row.steps}" if row.steps else str(row.step)
+    return _line(step, clock(row.seconds), cells, columns, row.steps, width, row.name)
 
 
 def _line(
@@ -292,8 +277,8 @@ class _Lines:
     def add(self, row: Row) -> None:
         """Show a row."""
         if not self._columns or not set(row.values) <= set(self._columns) or self._rows % _HEADER_EVERY == 0:
-            self._columns = columns_of([row], self._columns)
-            self._print(header_line(self._columns, row.steps, self._width))
+            self._columns = [title for title in _COLUMNS if title in self._columns or title in row.values]
+            self._print(_line("step", "time", self._columns, self._columns, row.steps, self._width))
         self._rows += 1
         self._print(row_line(row, self._columns, self._width))
 

@@ -286,18 +286,12 @@ def health_metrics(
         where a group has successes and failures of different reward; ``distinct_tasks``, with data set rows in more than one
         group.
     """
-    metrics: dict[str, float] = {}
     sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
-    correlation = reward_success_correlation(rewards, sound, group_size)
-    if correlation is not None:
-        metrics["reward_success_correlation"] = correlation
-    error = success_sem(sound, members)
-    if error is not None:
-        metrics["success_sem"] = error
-    unsolved = groups_without_success(sound, members)
-    if unsolved is not None:
-        metrics["groups_without_success"] = unsolved
-    known = [task for task in tasks if task is not None]
-    if known and len(rows) > group_size:
-        metrics["distinct_tasks"] = float(len(set(known)))
-    return metrics
+    known = {task for task in tasks if task is not None}
+    found = {
+        "reward_success_correlation": reward_success_correlation(rewards, sound, group_size),
+        "success_sem": success_sem(sound, members),
+        "groups_without_success": groups_without_success(sound, members),
+        "distinct_tasks": float(len(known)) if known and len(rows) > group_size else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}

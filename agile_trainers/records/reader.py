@@ -117,10 +117,9 @@ class RunRecords:
         path = next((path for path in self.files if path.name == name), None)
         if path is None or not row.isdecimal():
             raise KeyError(f"{self.folder} has no episode {key!r}.")
-        for number, episode in enumerate(_episodes(path, int(row))):
-            if number == 0:
-                return episode
-        raise KeyError(f"{path} has no episode {row}.")
+        if (episode := next(_episodes(path, int(row)), None)) is None:
+            raise KeyError(f"{path} has no episode {row}.")
+        return episode
 
     def episodes(self) -> Iterator[dict[str, Any]]:
         """Read all columns of every episode, with JSON decoded, one part of a file after another.

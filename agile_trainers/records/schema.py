@@ -6,6 +6,7 @@ files.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,9 +96,8 @@ _SPLIT_BYTES = ("sampling_logprobs", "logprobs")
 """Columns of many different values; the others are encoded with a dictionary."""
 
 
-def _leaves(name: str, kind: pa.DataType | None = None) -> list[str]:
+def _leaves(name: str, kind: pa.DataType) -> list[str]:
     """Return Parquet's paths of a column."""
-    kind = EPISODE.field(name).type if kind is None else kind
     if pa.types.is_list(kind):
         return _leaves(f"{name}.list.element", kind.value_type)
     if pa.types.is_struct(kind):
@@ -211,16 +211,12 @@ def packed_paths(paths: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     owners = [-1] * (1 + max((numbers[-1] for numbers in nodes if numbers), default=-1))
     found = []
     for k, (path, numbers) in enumerate(zip(paths, nodes, strict=True)):
-        low, high = 0, len(path)
-        while low < high:  # the nodes that an earlier path has come first
-            middle = (low + high) // 2
-            if owners[numbers[middle]] >= 0:
-                low = middle + 1
-            else:
-                high = middle
-        for number in numbers[low:]:
+        # The nodes that an earlier path has come first.
+        shared = bisect_left(numbers, True, key=lambda number: owners[number] < 0)
+        for number in numbers[shared:]:
             owners[number] = k
-        found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})
+        of = owners[numbers[shared - 1]] if shared else None
+        found.append({"of": of, "shared": shared, "ids": list(path[shared:])})
     return found
 
 

@@ -474,16 +474,11 @@ def _number(value: float) -> float | None:
 def _append(path: Path, entry: dict[str, Any]) -> None:
     """Append a line of JSON to a file, in which a killed run may have left half a line."""
     with path.open("a+b") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell() and _last_byte(path) != b"\n":
-            file.write(b"\n")
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
         file.write((json.dumps(entry) + "\n").encode())
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
 
 
 def _step_of(line: bytes) -> float:

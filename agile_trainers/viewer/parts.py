@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -391,19 +391,14 @@ def encode(value: Any) -> bytes:
 
 def most_telling_first(count: int) -> Iterator[int]:
     """Yield the numbers below ``count``: first and last, then the middle of each gap, so that any beginning is even."""
-    if count:
-        yield 0
-    if count > 1:
-        yield count - 1
-    gaps = [(0, count - 1)]
+    yield from sorted({0, count - 1}) if count else ()
+    gaps = deque([(0, count - 1)])
     while gaps:
-        halved = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                halved += [(low, middle), (middle, high)]
-        gaps = halved
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            gaps += [(low, middle), (middle, high)]
 
 
 def _finite(value: Any) -> Any:
@@ -465,12 +460,12 @@ def _last_message(prompt: Any) -> Any:
     return prompt
 
 
-def _cut(value: Any) -> str | None:
+def _cut(value: Any, most: int = OUTLINE_TEXT) -> str | None:
     """Return the beginning of a text, or of a value's JSON; an ellipsis stands for the rest."""
     if value is None:
         return None
     text = _whole(value)
-    return text if len(text) <= OUTLINE_TEXT else f"{text[:OUTLINE_TEXT]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _whole(value: Any) -> str:
@@ -498,7 +493,8 @@ def labels(runs: Sequence[RunRecords]) -> list[str]:
     for run, folder in zip(runs, folders, strict=True):
         policy, algorithm = (run.info.get(name) for name in ("policy", "algorithm"))
         parts = [policy, folder] if policy else [folder, algorithm]
-        found.append(" · ".join(_shortened(part) for part in parts if part))
+        texts = (_whole(part).removeprefix("Multi-turn ") for part in parts if part)
+        found.append(" · ".join(f"{_cut(text, _LONGEST)}" for text in texts))
     counts = Counter(found)
     return [label if counts[label] == 1 else f"{label} · {run.name}" for label, run in zip(found, runs, strict=True)]
 
@@ -548,11 +544,6 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
         if len({folder.parts[-size:] for folder in different}) == len(different):
             break
     return ["/".join(folder.parts[-size:]) for folder in folders]
-
-
-def _shortened(value: Any) -> str:
-    text = (value if isinstance(value, str) else json.dumps(value, default=str)).removeprefix("Multi-turn ")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 LINEAGE = "lineage.json"

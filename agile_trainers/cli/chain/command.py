@@ -60,7 +60,7 @@ from agile_trainers.cli.chain.stages import (
     read_pipeline,
     supervised_rows,
 )
-from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.errors import mistakes_of_options
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
@@ -127,13 +127,15 @@ def run_pipeline(
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
-            if stage.population is not None:
-                _evolve(pipeline, stage, model, after_stage, console, progress)
-            else:
-                checkpoint = resume_point(folder, console)
-                if not _train(pipeline, stage, model, folder, checkpoint, after_stage, console, progress):
-                    console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
-                    return rows
+            train = _train if stage.population is None else _evolve
+            done = train(pipeline, stage, model, console, progress)
+            if done is None:
+                console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
+                return rows
+            if after_stage is not None:
+                after_stage(stage, done)
+            del done
+            clear_device_cache(garbage_collection=True)
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(policy_folder(pipeline, stage))
         evaluation = evaluate_stage(pipeline, model, folder, {"id": parent})
@@ -195,13 +197,6 @@ def shown_made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
 
 def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
     """Check folders and rows of all stages and return each stage's state, None if it has not begun."""
-    states = _check_folders(pipeline)
-    check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
-    return states
-
-
-def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
-    """Check the folders of all stages and return each stage's state, None if it has not begun."""
     states: list[dict[str, Any] | None] = []
     for stage in pipeline.stages:
         folder = pipeline.output_dir / stage.name
@@ -232,6 +227,7 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
                 "train it again."
             )
         states.append(state)
+    check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
     return states
 
 
@@ -273,17 +269,10 @@ def resume_point(folder: Path, console: Console) -> str | None:
     return str(found)
 
 
-def _train(
-    pipeline: Pipeline,
-    stage: Stage,
-    model: str,
-    folder: Path,
-    checkpoint: str | None,
-    after_stage: Hook | None,
-    console: Console,
-    progress: str,
-) -> bool:
-    """Train a stage; return False if ``max_wall_seconds`` ended it."""
+def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progress: str) -> Any:
+    """Train a stage, from where it was left, and return its trainer; None if ``max_wall_seconds`` ended it."""
+    folder = pipeline.output_dir / stage.name
+    checkpoint = resume_point(folder, console)
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
@@ -294,17 +283,13 @@ def _train(
         with showing(trainer.callback_handler, console, stage.name, progress=progress):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
-            return False
+            return None
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
         if trainer.args.should_save:
             _complete(folder, stage, model, trainer.model, trainer.args, trainer.state)
         PartialState().wait_for_everyone()
-    if after_stage is not None:
-        after_stage(stage, trainer)
-    del trainer
-    clear_device_cache(garbage_collection=True)
-    return True
+    return trainer
 
 
 def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
@@ -314,20 +299,15 @@ def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
         trainer.train_dataset = trainer.train_dataset.select(range(1))  # its epochs are over
 
 
-def _evolve(
-    pipeline: Pipeline, stage: Stage, model: str, after_stage: Hook | None, console: Console, progress: str
-) -> None:
-    """Train the population of a stage, from where it was left; its winner goes to the stage's folder."""
+def _evolve(pipeline: Pipeline, stage: Stage, model: str, console: Console, progress: str) -> Any:
+    """Train the population of a stage, from where it was left, and return it; its winner goes to the stage's folder."""
     assert stage.population is not None
     lora = _lora_of(pipeline, stage, model)
     _, population = run_plan(
         stage.population, model, pipeline.environment, lora, console, table=progress != "dicts",
         winner=policy_folder(pipeline, stage),
     )  # fmt: skip
-    if after_stage is not None:
-        after_stage(stage, population)
-    del population
-    clear_device_cache(garbage_collection=True)
+    return population
 
 
 def _complete(folder: Path, stage: Stage, model: str, trained: Any, args: Any, state: Any) -> None:
@@ -564,7 +544,7 @@ def main(argv: Sequence[str]) -> None:
                         "row per log, the same with columns of TRL, or every metric of a log in one line, as transformers "
                         "prints it")  # fmt: skip
     options = parser.parse_args(argv)
-    try:
+    with mistakes_of_options(parser, PipelineError, YAMLFileError):
         pipeline = read_pipeline(options.pipeline)
         # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)
@@ -574,9 +554,5 @@ def main(argv: Sequence[str]) -> None:
                 console.print(f"{stage.name}: {_shown(stage)}, {reached}, in {pipeline.output_dir / stage.name}")
             return
         rows = run_pipeline(pipeline, console, progress=options.progress)
-    except (PipelineError, YAMLFileError) as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     console.print(results(rows))
     PartialState().destroy_process_group()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from agile_trainers.cli.run_files import (
 )
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
 from agile_trainers.rollout.episode_options import EpisodeOptions, check_names
+from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.mixture import names_of
@@ -39,31 +38,17 @@ SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 EVOLVE = "evolve"
 """Key of a stage that is a population."""
-EPISODES = (
-    "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
-    "system_prompt", "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
-    "top_p", "top_k", "min_p", "repetition_penalty",
-    "num_eval_episodes", "eval_greedy", "environment_limits",
-)  # fmt: skip
-"""Options that an evaluation takes from the last multi-turn stage, unless ``evaluation`` sets them."""
 _PLAYED = (
-    "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
-    "environment_timeout",
-)  # fmt: skip
-"""Options of the environments and the engine that ``evaluation`` takes as well."""
+    *(one.name for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind) if one.name != "do_sample"),
+    "num_eval_episodes",
+    "eval_greedy",
+    "generation_chunk_size",
+)
+"""Options that an evaluation takes from the last multi-turn stage, unless ``evaluation`` sets them."""
 _LOADED = ("use_cpu", "trust_remote_code", "model_init_kwargs")
 """Options of a stage that an evaluation takes over and ``evaluation`` does not set."""
 _SHARED = ("seed", "log_rollouts")
 """Options of all stages that an evaluation takes over."""
-EVALUATION = dataclasses.make_dataclass(
-    "EvaluationOptions",
-    [
-        (one.name, one.type, copy.copy(one))
-        for one in dataclasses.fields(MultiTurnGRPOConfig)
-        if one.name in (*EPISODES, *_PLAYED, *_LOADED, *_SHARED)
-    ],
-)  # fmt: skip
-"""Options of an evaluation: those fields of the trainers' configuration that it has a use for."""
 RESERVED = ("start", "chain.json", "chain.json.partial")
 """Names in the chain's folder that stages cannot have."""
 _NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
@@ -99,7 +84,7 @@ class Pipeline:
     """A factory, or several by name."""
     stages: list[Stage]
     evaluation: Any
-    """Settings of every evaluation, of the type ``EVALUATION``."""
+    """Settings of every evaluation, a ``MultiTurnGRPOConfig``."""
     evaluation_options: dict[str, Any]
     """Options of the evaluation's configuration."""
     lora: LoraConfig | None
@@ -247,11 +232,10 @@ def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
 
 def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
     """Return the options of every evaluation."""
-    given = mapping(raw, {*EPISODES, *_PLAYED, "seed"}, "`evaluation`")
+    given = mapping(raw, {*_PLAYED, "seed"}, "`evaluation`")
     played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
-    options = {name: value for name, value in shared.items() if name in options_of(EVALUATION)}
-    taken = (*EPISODES, *_PLAYED, *_LOADED)
-    return options | {name: played[name] for name in taken if name in played} | given
+    options = {name: value for name, value in shared.items() if name in (*_PLAYED, *_LOADED, *_SHARED)}
+    return options | {name: played[name] for name in (*_PLAYED, *_LOADED) if name in played} | given
 
 
 def _check_evaluation(given: dict[str, Any], environments: list[str] | None) -> Any:
@@ -261,10 +245,9 @@ def _check_evaluation(given: dict[str, Any], environments: list[str] | None) -> 
         YAMLFileError: If one of them is out of range, or names another environment.
     """
     place = "`evaluation`"
-    options = make_config(EVALUATION, given, None, place)
+    options = make_config(MultiTurnGRPOConfig, given, Path("evaluation"), place)
     with naming_place(place):
         sampling_settings(options)
-        make_config(MultiTurnGRPOConfig, given, Path("evaluation"), place)  # which checks values
         episodes = EpisodeOptions.of_args(options)
         check_names("environment_limits", episodes.environment_limits, environments or [])
         episodes.histories(environments or [None])

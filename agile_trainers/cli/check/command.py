@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.check.report import Report, Run
-from agile_trainers.cli.check.sections import check_run, model_config
-from agile_trainers.cli.errors import Progress, message
+from agile_trainers.cli.check.sections import check_run
+from agile_trainers.cli.errors import message, mistakes_of_options
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.train import (
@@ -125,14 +125,10 @@ def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, 
     parser = make_parser(algorithm, Parser, launch)
     if elsewhere:
         parser.set_defaults(use_cpu=True, bf16=not given.fp16)  # as TRL decides on a GPU
-    try:
+    with mistakes_of_options(parser, ValueError):  # of a configuration's own checks
         *parsed, _, _ = parser.parse_args_and_config(
             options, return_remaining_strings=True, separate_remaining_strings=True
         )
-    except ValueError as error:  # a configuration's own check
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     return parsed, parser, launch, elsewhere
 
 
@@ -157,12 +153,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             "--environment is missing: set the id of the environment to check, module.path:Name or "
             "agent:module.path:function."
         )
-    try:
+    with mistakes_of_options(parser, ValueError):
         args = args.with_environment(names_of(script.environment))
-    except ValueError as error:
-        if Progress.debug:
-            raise
-        parser.error(str(error))
     report = Report(console or Console())
     shown = describe_environment(script.environment)["environment"]
     report.console.rule(f"agile-trainers check: {shown}", characters="-")
@@ -195,9 +187,12 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 check_rules(args, MACHINE)
             functions = reward_functions(script)
             rows = _rows_of_each(args, script, train_rows, check.episodes or _EPISODES)
-            tokenizer, ends = tokenizer_of_model(model, args.trust_remote_code)
-            config = model_config(model, args.trust_remote_code)
-            processor = processor_of_model(model, args.trust_remote_code) if config.model_type in SUPPORTED else None
+            where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+            tokenizer, ends = tokenizer_of_model(model.model_name_or_path, **where)
+            config = AutoConfig.from_pretrained(model.model_name_or_path, **where)
+            processor = None
+            if config.model_type in SUPPORTED:
+                processor = AutoProcessor.from_pretrained(model.model_name_or_path, **where)
         except (ValueError, TypeError, ImportError, OSError) as error:
             report.problem(message(error))
             return report.verdict()
@@ -249,21 +244,13 @@ def _rows_of_each(
     return {name: rows_of_environment(mixture, train_rows, name, count) for name in mixture.names}
 
 
-def processor_of_model(model: ModelConfig, trust_remote_code: bool) -> Any:
-    """Load the processor of a model that reads images."""
-    return AutoProcessor.from_pretrained(
-        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
-    )
-
-
-def tokenizer_of_model(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
+def tokenizer_of_model(model: Any, **where: Any) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Load a model's tokenizer with a padding token, and the ids that end an answer, as the trainers do."""
-    where: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, **where)
+    tokenizer = AutoTokenizer.from_pretrained(model, **where)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     try:
-        ends = GenerationConfig.from_pretrained(model.model_name_or_path, **where).eos_token_id
+        ends = GenerationConfig.from_pretrained(model, **where).eos_token_id
     except OSError:  # the model has no generation_config.json
         ends = None
     return tokenizer, end_token_ids(ends, tokenizer)

@@ -143,9 +143,7 @@ def plan_memory(
         gpu: Bytes of a GPU, of which vLLM takes a share.
         shares: True if a server that the run starts has no GPU of its own.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    room = args.max_model_length or longest
-    room = room or 1 << 30
+    room = conversation_limit(args, config) or 1 << 30
     decoded = prompt + args.max_turns * args.max_new_tokens + (args.max_turns - 1) * observation
     tokens = decoded + (observation if args.bootstrap_at_limits else 0)  # a critic reads the last one too
     peft_config = get_peft_config(model)
@@ -185,6 +183,11 @@ def plan_memory(
         teachers=teacher_bytes(args, weight_dtype(config, model)),
         filters=bool(sampling_settings(args).filters),
     )
+
+
+def conversation_limit(args: MultiTurnConfig, config: PretrainedConfig) -> int | None:
+    """Return the tokens of the longest conversation, prompt included; None if neither options nor model limit it."""
+    return args.max_model_length or getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def teacher_bytes(args: MultiTurnConfig, dtype: torch.dtype) -> int:
@@ -301,12 +304,13 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
     weights = plan.copies * int(step.linear * per_linear + others * per_weight) + per_trained * own
     # DeepSpeed and FSDP2 keep the optimizer's values in fp32, and ZeRO a copy of the weights.
     states, per_state = optimizer_values(plan.optimizer, 4 if launch.zero else per_trained)
-    per_optimized = states * per_state + (4 if launch.zero else 0)
+    per_optimized, optimized = states * per_state, f"{states} x {per_state} bytes"
+    if launch.zero:
+        per_optimized, optimized = per_optimized + 4, f"({optimized} + 4 bytes of fp32 weights)"
     sizes = f"{step.linear:,} x {per_linear:g} bytes + {others:,}" if quantized else f"{base:,}"
     copies = f"{plan.copies} x " if plan.copies > 1 else ""
     adapters = f" + {own:,} of adapters x {per_trained} bytes" if own else ""
     buckets = launch.engine == "ddp" and launch.processes > 1
-    copied = f" + {4 if launch.zero else 0} bytes of fp32 weights" if launch.zero else ""
     shares = {name: launch.processes if name in launch.shared else 1 for name in ("weights", "gradients", "optimizer")}
 
     def item(name: str, size: int, formula: str) -> MemoryItem:
@@ -326,13 +330,7 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
             per_trained * trained * (2 if buckets else 1),
             f"{trained:,} trained x {per_trained} bytes{' x 2 (DDP sends a copy)' if buckets else ''}",
         ),
-        item(
-            "optimizer",
-            per_optimized * trained,
-            f"{trained:,} trained x ({states} x {per_state} bytes{copied}) ({plan.optimizer})"
-            if copied
-            else f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
-        ),
+        item("optimizer", per_optimized * trained, f"{trained:,} trained x {optimized} ({plan.optimizer})"),
         *([snapshots] if plan.snapshots else []),
         *([MemoryItem("teachers", plan.teachers, "frozen weights of teachers")] if plan.teachers else []),
     ]
@@ -382,7 +380,9 @@ def _rollout(plan: MemoryPlan, step: Step, weights: int) -> list[MemoryItem]:
         if plan.engine.share is None:
             return [
                 MemoryItem(
-                    "vLLM", needed.least, "weights and the cache of one episode, at least; --gpu_memory says more"
+                    "vLLM",
+                    needed.weights + needed.episode,
+                    "weights and the cache of one episode, at least; --gpu_memory says more",
                 )
             ]
         return [MemoryItem("vLLM", plan.engine.share, "vllm_gpu_memory_utilization of the GPU: weights and cache")]
@@ -405,11 +405,6 @@ class Serving:
     """Bytes of the model, and of the adapters of a server that the run starts, on each GPU of the engine."""
     episode: int
     """Bytes of the cache of the longest episode, on each GPU of the engine."""
-
-    @property
-    def least(self) -> int:
-        """Bytes for a single episode."""
-        return self.weights + self.episode
 
     def episodes(self, share: int) -> int:
         """Return how many of the longest episodes fit into so many bytes at the same time."""
@@ -497,7 +492,6 @@ def planned_server(
         base.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": model.load_in_8bit}
     policy: Any = SimpleNamespace(config=base, dtype=weight_dtype(config, model))
     quantization(policy, list(filter(None, [quantization_name(policy)])), "A vLLM server")
-    room = args.max_model_length or getattr(config.get_text_config(), "max_position_embeddings", None)
     command = server_command(
         args,
         policy,
@@ -505,7 +499,7 @@ def planned_server(
         compute_dtype(args, policy),
         seqs=launch.processes
         * (args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation),
-        max_model_length=room,
+        max_model_length=conversation_limit(args, config),
         on_gpu=gpus is not None,
     )
     share = None if gpus is None else share_of_gpu(args, shares)

@@ -252,23 +252,15 @@ def _indifference(run: Run, played: Sequence[Trajectory]) -> list[Finding]:
     if len({result[_RETURN] for result in flat}) == 1:
         return []  # which has a finding of its own
     if all(len({result[_RETURN] for result in of_start}) == 1 for of_start in zip(*by_answers)):
-        return _told(
-            "zero_advantage_groups",
-            f"Answers make no difference: {len(given)} different ones have the same return at each of {len(starts)} starts.",
-        )
+        text = f"{len(given)} different ones have the same return at each of {len(starts)} starts."
+        return [_finding("zero_advantage_groups", f"Answers make no difference: {text}")]
     rows = [spec.options for spec in starts]
     varied = None in rows or any(row != rows[0] for row in rows)
     if varied and all(result == results[0] for results in by_answers for result in results):
         what = "seeds" if None in rows else "rows"
-        return _told(
-            "one_task",
-            f"Different {what} give the same task: equal answers have equal results at each of {len(starts)}.",
-        )
+        text = f"Different {what} give the same task: equal answers have equal results at each of {len(starts)}."
+        return [_finding("one_task", text)]
     return []
-
-
-def _told(name: str, text: str) -> list[Finding]:
-    return [Finding(name, 0, text, BY_NAME[name].advice)]
 
 
 def _replayed(
@@ -415,6 +407,13 @@ class Parting:
     now: str
     """This one's text from there."""
 
+    @classmethod
+    def of(cls, number: int, was: Sequence[int], now: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Parting:
+        """Find the place where the prompt of a call parts from an earlier one, and write both as text."""
+        place = common_prefix(was, now)
+        shared, before, after = (tokenizer.decode(ids) for ids in (now[:place], was[place:], now[place:]))
+        return cls(number, place, shared[-_BEFORE:], before[:_AFTER], after[:_AFTER])
+
     def __str__(self) -> str:
         return f"{self.shared!r} went on with {self.was!r}, now with {self.now!r}"
 
@@ -432,9 +431,7 @@ def partings(episode: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Pa
         prompt = episode.prompt_of(turn)
         if episode.turns[turn].fork == Fork.CONTEXT and before:
             nearest = max(before, key=lambda ids: common_prefix(ids, prompt))
-            place = common_prefix(nearest, prompt)
-            shared, was, now = (tokenizer.decode(ids) for ids in (prompt[:place], nearest[place:], prompt[place:]))
-            found.append(Parting(number, place, shared[-_BEFORE:], was[:_AFTER], now[:_AFTER]))
+            found.append(Parting.of(number, nearest, prompt, tokenizer))
         before.append([*prompt, *episode.action_of(turn)])
     return found
 
@@ -545,11 +542,8 @@ def first_difference(one: Trajectory, other: Trajectory, tokenizer: PreTrainedTo
     for (number, turn), (_, again) in zip(_in_time(one), _in_time(other)):
         was, now = one.prompt_of(turn), other.prompt_of(again)
         if was != now:
-            place = common_prefix(was, now)
-            texts = (tokenizer.decode(ids) for ids in (now[:place], was[place:], now[place:]))
-            shared, before, after = texts
-            parting = Parting(number, place, shared[-_BEFORE:], before[:_AFTER], after[:_AFTER])
-            return f"call {number + 1} differs at token {place}: {parting}"
+            parting = Parting.of(number, was, now, tokenizer)
+            return f"call {number + 1} differs at token {parting.token}: {parting}"
     if len(one.turns) != len(other.turns):
         return f"it made {len(one.turns)} calls, then {len(other.turns)}"
     if (one.episode_return, one.error) != (other.episode_return, other.error):

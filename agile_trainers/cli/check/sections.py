@@ -10,13 +10,12 @@ from statistics import fmean
 
 from rich.table import Table
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig
-from trl import ModelConfig
 
 from agile_trainers.cli.check.memory_plan import (
     MemoryPlan,
     PlannedServer,
     Serving,
+    conversation_limit,
     estimate_memory,
     plan_memory,
     planned_server,
@@ -82,13 +81,9 @@ def check_run(report: Report, run: Run) -> None:
     if run.policy != "model" and run.policy not in policies:
         report.problem(f"{run.environment} comes with no {run.policy} policy; choose --scripted_policy model.")
         return
-    report.section(f"Play: {run.episodes} episodes by the {run.policy}{'' if run.policy == 'model' else ' policy'}")
-    try:
-        played = model_plays(run) if run.policy == "model" else policy_plays(run, run.policy)
-    except (OSError, ValueError, SafetensorError) as error:
-        report.problem(f"The {run.policy} cannot play: {error}")
+    played = play_and_report(report, run)
+    if played is None:
         return
-    check_play(report, run, played)
     report_rewrites(report, run, played)
     sound = check_determinism(report, run, played)
     scores = {run.policy: played, **{name: policy_plays(run, name) for name in policies if name != run.policy}}
@@ -100,6 +95,18 @@ def check_run(report: Report, run: Run) -> None:
     report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
 
 
+def play_and_report(report: Report, run: Run) -> list[Trajectory] | None:
+    """Play the episodes with the run's policy, and report them; None if it cannot play."""
+    report.section(f"Play: {run.episodes} episodes by the {run.policy}{'' if run.policy == 'model' else ' policy'}")
+    try:
+        played = model_plays(run) if run.policy == "model" else policy_plays(run, run.policy)
+    except (OSError, ValueError, SafetensorError) as error:
+        report.problem(f"The {run.policy} cannot play: {error}")
+        return None
+    check_play(report, run, played)
+    return played
+
+
 def check_agent(report: Report, run: Run) -> None:
     """Write the sections of an agent, which is played by the model alone."""
     if not check_conversation(report, run):
@@ -109,14 +116,8 @@ def check_agent(report: Report, run: Run) -> None:
             f"{run.environment} is an agent, whose calls the model answers here; choose --scripted_policy model."
         )
         return
-    report.section(f"Play: {run.episodes} episodes by the model")
-    try:
-        played = model_plays(run)
-    except (OSError, ValueError, SafetensorError) as error:
-        report.problem(f"The model cannot play: {error}")
-        return
-    check_play(report, run, played)
-    if not any(episode.turns for episode in played):
+    played = play_and_report(report, run)
+    if played is None or not any(episode.turns for episode in played):
         return
     report.section("Calls")
     for label, line in call_lines(played, run.tokenizer):
@@ -217,11 +218,10 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
         f"mean {summary['turns/mean']:.1f}, at most {summary['turns/max']:.0f} (max_turns={args.max_turns})", "turns"
     )
     lengths, whole = [turn.end - turn.start for turn in turns], max(map(_longest, played))
-    limit = args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
     report.line(
         f"an answer has {fmean(lengths):.1f}, at most {max(lengths)} (max_new_tokens={args.max_new_tokens}); a first prompt "
         f"at most {_parts(played)[0]}; an episode at most {whole} "
-        f"(max_model_length={limit})",
+        f"(max_model_length={conversation_limit(args, run.config)})",
         "tokens",
     )
     ends = {reason.value: summary[f"stop/{reason.value}"] for reason in StopReason}
@@ -548,20 +548,13 @@ def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> Non
 
 def _check_longest(report: Report, run: Run, plan: MemoryPlan, needed: Serving, share: int) -> None:
     """Report an engine whose share of a GPU does not hold the longest conversation that it is started for."""
-    context = run.args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
+    context = conversation_limit(run.args, run.config)
     if needed.weights + needed.episode * (context or 0) // plan.decoded > share:
         report.problem(
             f"vLLM starts only if its {readable(share)} hold a conversation of max_model_length={context} tokens "
             f"beside {readable(needed.weights)} of weights, and these limits end at {plan.decoded}: set "
             f"max_model_length={plan.decoded}."
         )
-
-
-def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the configuration of a model, without its weights."""
-    return AutoConfig.from_pretrained(
-        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
-    )
 
 
 _SHOWN = 1000

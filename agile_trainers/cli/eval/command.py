@@ -19,7 +19,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import disable_progress_bars
-from datasets.exceptions import DatasetsError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -29,13 +28,11 @@ from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
 from agile_trainers.checkpoints.model_card import add_results
-from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, show
-from agile_trainers.cli.parser import check_output, json_object
+from agile_trainers.cli.parser import check_output, json_object, named_dataset
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.context import as_history
-from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.evaluation import (
     EpisodeOptions,
@@ -43,7 +40,6 @@ from agile_trainers.evaluation import (
     SamplingSettings,
     VllmSampler,
     evaluate_policy,
-    summarize_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
@@ -64,6 +60,8 @@ _ABOUT = (
 )
 _JSON = ("chat_template_kwargs", "environment_limits")
 _EPISODES = 500
+_SAMPLING = tuple(one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings"))
+"""Sampling settings that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,7 @@ def main(argv: Sequence[str]) -> None:
     tasks = _tasks(options)
     if panel is not None:
         check_panel(panel, tasks[0].factory, tasks[0].rows)
-    names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
-    chosen = {name: getattr(options, name) for name in names}
+    chosen = {name: getattr(options, name) for name in _SAMPLING}
     sampling = SamplingSettings(do_sample=not options.greedy, stop_strings=tuple(options.stop_strings), **chosen)
     if options.greedy and options.attempts > 1:
         parser.error("--attempts has no effect with --greedy, which plays the same game each time.")
@@ -333,8 +330,7 @@ def _report(
 def _played_with(options: argparse.Namespace, environment: str, panel: EpisodePanel | None) -> dict[str, Any]:
     """Return the settings that a row of the card states."""
     limits = {name: getattr(options, name) for name in LIMITS} | (options.environment_limits or {}).get(environment, {})
-    names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
-    sampling = {name: getattr(options, name) for name in names}
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
     text = {name: getattr(options, name) for name in ("system_prompt", "history")}
     text["stop_strings"] = list(options.stop_strings)
     stated = {**limits, **({} if options.greedy else sampling), **public_options(text)}
@@ -418,13 +414,7 @@ def dataset_rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
     """
     if options.dataset_name is None:
         return None
-    try:
-        splits = read_dataset(options.dataset_name, options.dataset_config)
-    except (DatasetsError, OSError) as error:
-        raise ValueError(
-            f"--dataset_name={options.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or "
-            "folder of JSON, CSV or Parquet files."
-        ) from error
+    splits = named_dataset("--dataset_name", options.dataset_name, options.dataset_config)
     name = options.dataset_test_split
     if name not in splits and len(splits) == 1 and name == "test":  # a single file is called "train"
         (name,) = splits
@@ -478,17 +468,14 @@ def _play_all(
                     metrics = compute_metrics(options.metric, results, **given)
             except ValueError as error:  # the episodes are played; the error is raised after they are reported
                 errors.append(error)
-            played[task.environment].append(Played(name, summarize_policy(results), results, _plain(metrics), records))
+            played[task.environment].append(Played(name, results, _plain(metrics), records))
         del policy
     loaded.close()
     compared = []
     for environment, several in played.items():
         # Once one policy's episodes report success, all are counted by it.
         together = reported_together([each.results for each in several])
-        one = played[environment] = [
-            replace(each, results=counted, summary=summarize_policy(counted))
-            for each, counted in zip(several, together)
-        ]
+        one = played[environment] = [replace(each, results=counted) for each, counted in zip(several, together)]
         reported = common_measure([each.results for each in one])
         if options.measure == "success" != reported:  # the episodes are played; the error is raised after the report
             errors.append(
@@ -574,7 +561,3 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ class Played:
 
     policy: str
     """The policy's name in the report."""
-    summary: PolicySummary
     results: EpisodeResults
     metrics: dict[str, Any]
     """Metrics of modules of the package ``evaluate``."""
     records: str | None
     """Folder of the episodes."""
+
+    @cached_property
+    def summary(self) -> PolicySummary:
+        """The summary of the results."""
+        return summarize_policy(self.results)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def compare_files(files: Sequence[Path], allowed: Sequence[str], measure: Measur
     names = [one.policy for one in read]
     counted = reported_together([one.results for one in read])
     played = [
-        Played(name if names.count(name) == 1 else f"{name} ({path})", summarize_policy(results), results, {}, None)
+        Played(name if names.count(name) == 1 else f"{name} ({path})", results, {}, None)
         for name, path, results in zip(names, files, counted)
     ]
     report = EnvironmentReport(first.panel.environment, played, compare_policies(*counted, measure=measure))
@@ -156,11 +161,11 @@ def table(report: EnvironmentReport) -> Table:
     made = Table("", *(escape(one.policy) for one in report.played), title=escape(title), min_width=len(title))
     summaries = [one.summary for one in report.played]
     rows: list[tuple[str, list[str]]] = [
-        ("success", [_percent(one.success) for one in summaries]),
-        ("return", [_number(one.episode_return) for one in summaries]),
+        ("success", [_shown(one.success, percent=True) for one in summaries]),
+        ("return", [_shown(one.episode_return, percent=False) for one in summaries]),
     ]
     for k in sorted({k for one in summaries for k in one.pass_at_k}):
-        rows.append((f"pass@{k}", [_percent(one.pass_at_k.get(k)) for one in summaries]))
+        rows.append((f"pass@{k}", [_shown(one.pass_at_k.get(k), percent=True) for one in summaries]))
     rows.append(("turns", ["" if one.turns is None else f"{one.turns:.2f}" for one in summaries]))
     rows.append(("tokens", ["" if one.action_tokens is None else f"{one.action_tokens:.1f}" for one in summaries]))
     for name in dict.fromkeys(name for one in summaries for name in one.stop_reasons):
@@ -173,20 +178,14 @@ def table(report: EnvironmentReport) -> Table:
     return made
 
 
-def _percent(estimate: Estimate | None) -> str:
+def _shown(estimate: Estimate | None, *, percent: bool) -> str:
     if estimate is None:
         return ""
+    value = f"{estimate.value:.1%}" if percent else f"{estimate.value:.3f}"
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.1%} (no interval)"
-    return f"{estimate.value:.1%} \\[{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def _number(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return ""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3f} (no interval)"
-    return f"{estimate.value:.3f} \\[{estimate.low:.3f}, {estimate.high:.3f}]"
+        return f"{value} (no interval)"
+    low, high = (f"{100 * one:.1f}" if percent else f"{one:.3f}" for one in (estimate.low, estimate.high))
+    return f"{value} \\[{low}, {high}]"
 
 
 def _value(value: Any) -> str:

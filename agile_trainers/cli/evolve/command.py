@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from agile_trainers.cli import errors
+from agile_trainers.cli.errors import mistakes_of_options
 from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
 from agile_trainers.cli.train import Started
 from agile_trainers.monitor.progress import BAR, clock, use_dicts
@@ -60,15 +60,11 @@ def main(argv: Sequence[str]) -> None:
     if options.dry_run:
         _show_plan(file, console)
         return
-    try:
+    with mistakes_of_options(parser, PopulationError):
         folder, population = run_plan(
             file.plan, file.model, file.environment, file.plan.lora, console,
             table=options.progress == "table", processes=processes,
         )  # fmt: skip
-    except PopulationError as error:
-        if errors.Progress.debug:
-            raise
-        parser.error(str(error))
     if processes.is_main:
         _show_winner(population.lineage, folder, file, console)
 
