@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage, zero_advantage_groups
 from agile_trainers.objectives.segments import turn_lengths
+from agile_trainers.train_batch import gather_rows
 from agile_trainers.types import TurnBatch
 
 
@@ -227,15 +228,14 @@ def gather_turns(
     own, last = own_turns(batch), batch.turn_mask.size(1)
     # "None" is K of this process until the processes agree on one K; -1 stands for it meanwhile.
     following = torch.where(batch.following < last, batch.following, -1)
-    rewards, mask, lengths, anchors, following, rewarded = (
-        accelerator.gather(accelerator.pad_across_processes(value, dim=1))
-        for value in (own.rewards, own.mask.long(), own.lengths, own.anchors, following, batch.rewarded)
-    )
     # All processes must take the same branch below, though only some may have an episode of several paths.
     several = torch.full_like(batch.failed, batch.path_ids is not None)
     shown = torch.zeros_like(batch.failed) if batch.demonstrations is None else batch.demonstrations
-    failed, environments, linear, several, shown = accelerator.gather(
-        (own.failed, own.environments, batch.linear, several, shown)
+    rewards, mask, failed, lengths, anchors, environments = gather_rows(
+        accelerator, own.rewards, own.mask.long(), own.failed, own.lengths, own.anchors, own.environments
+    )
+    linear, following, rewarded, several, shown = gather_rows(
+        accelerator, batch.linear, following, batch.rewarded, several, shown
     )
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
     paths, experts = torch.stack([several, shown]).any(dim=1).tolist()
@@ -245,12 +245,10 @@ def gather_turns(
     if experts:
         inputs.demonstrations = shown
     if values is not None:
-        inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
-        inputs.final_values = accelerator.gather(final_values)
+        assert final_values is not None
+        inputs.values, inputs.final_values = gather_rows(accelerator, values, final_values)
     if weights is not None:
-        inputs.weights, inputs.ratios = (
-            accelerator.gather(accelerator.pad_across_processes(one, dim=1)) for one in weights
-        )
+        inputs.weights, inputs.ratios = gather_rows(accelerator, *weights)
     return inputs
 
 

@@ -17,7 +17,7 @@ from agile_trainers.objectives.mismatch import importance_weights, mismatch_metr
 from agile_trainers.packing.packer import Packer, batch_images, kept_of
 from agile_trainers.step.credit import TurnWeights
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
+from agile_trainers.train_batch import gather_rows, length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
 
 TOKENS = 1000
@@ -210,9 +210,7 @@ def corrected_drift(
         over all processes.
     """
     log_ratio, mode = torch.where(mask, log_probs - snapshot, 0.0), args.drift_correction
-    ours, counted = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in (log_ratio, mask.long())
-    )
+    ours, counted = gather_rows(accelerator, log_ratio, mask.long())
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
@@ -243,8 +241,7 @@ def mismatch_weights(
         lowest=args.vllm_importance_sampling_clip_min,
         highest=args.vllm_importance_sampling_clip_max,
     )
-    columns = (log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long())
-    ours, theirs, weights, clipped, counted = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns
+    ours, theirs, weights, clipped, counted = gather_rows(
+        accelerator, log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long()
     )
     return correction.weights, mismatch_metrics(ours, theirs, weights, clipped.bool(), counted.bool())
