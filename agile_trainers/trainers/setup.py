@@ -91,15 +91,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class RunSetup:
     """The checked and completed arguments of a run of episodes, and the pool of its environments."""
 
-    args: MultiTurnConfig
-    peft_config: Any
-    train_dataset: Any
-    """The data set that paces training; empty rows where the user gave none."""
-    eval_dataset: Any
-    """A data set that ``Trainer`` requires; :attr:`eval_rows` are played."""
-    reward_funcs: list[Any]
-    """The episode return, followed by the user's functions."""
-    reward_processing_classes: list[Any]
+    arguments: dict[str, Any]
+    """The arguments of the trainer that were completed, by name. ``train_dataset`` paces training, and has empty rows where
+    the user gave none; ``eval_dataset`` is one that ``Trainer`` requires, and :attr:`eval_rows` are played; the first of
+    ``reward_funcs`` is the episode return."""
     rows_are_options: bool
     """True if ``reset`` gets the rows of ``train_dataset``."""
     eval_rows: Any
@@ -112,12 +107,6 @@ class RunSetup:
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult | None]
     """The first observation of each environment; None for an agent."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the trainer that were completed, by name."""
-        names = ("args", "peft_config", "train_dataset", "eval_dataset", "reward_funcs", "reward_processing_classes")
-        return {name: getattr(self, name) for name in names}
 
 
 def closed_on_error(init: _Method) -> _Method:
@@ -225,13 +214,15 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     if args.vllm_server_start:  # the GPUs that this process leaves are the server's
         args._n_gpu = min(args.n_gpu, 1)
     return RunSetup(
-        args=args,
-        peft_config=peft_config,
-        train_dataset=rows,
-        # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
-        eval_dataset=rows if eval_rows is None and args.eval_strategy != "no" else eval_rows,
-        reward_funcs=functions,
-        reward_processing_classes=classes,
+        arguments={
+            "args": args,
+            "peft_config": peft_config,
+            "train_dataset": rows,
+            # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
+            "eval_dataset": rows if eval_rows is None and args.eval_strategy != "no" else eval_rows,
+            "reward_funcs": functions,
+            "reward_processing_classes": classes,
+        },
         rows_are_options=train_dataset is not None,
         eval_rows=eval_rows,
         mixture=mixture,
@@ -401,7 +392,7 @@ def _make_step(
     runner = EpisodeRunner(engine, sampler)
     rewards = Rewards(
         seam.calculate_rewards, trainer.reward_func_names, trainer.reward_weights, accelerator, seam.pending_metrics,
-        seam.pending_columns, setup.reward_funcs,
+        seam.pending_columns, setup.arguments["reward_funcs"],
     )  # fmt: skip
     per_sequence = args.importance_sampling_level == "sequence"
     credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
