@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -545,9 +546,6 @@ def split_processes() -> Processes:
                 f"{name}=true shards one model over the processes, but each member is trained by one process. "
                 "Launch with a configuration without DeepSpeed and FSDP, such as accelerate_configs/ddp.yaml."
             )
-    import torch
-    from accelerate import PartialState
-
     if PartialState._shared_state or torch.distributed.is_initialized() or torch.cuda.is_initialized():
         raise RuntimeError(
             "split_processes() comes too late: this process has joined the others or taken a GPU. Call it before a "
