@@ -37,11 +37,10 @@ from tenacity import (
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
-    ADAPTER_FILES,
     CARD,
     CURVE,
+    FURTHER_FILES,
     MODEL_FILES,
     PRIVATE,
     STAGE,
@@ -361,7 +360,7 @@ class HubPushes:
         vocabulary = getattr(getattr(processing, "tokenizer", processing), "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
         if path_in_repo is not None:
-            patterns += [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in ADAPTER_FILES]
+            patterns += FURTHER_FILES
             patterns += [*STATE_FILES, CARD, CURVE]
         chosen = dict.fromkeys(matching(folder, patterns), folder)
         if path_in_repo is None:

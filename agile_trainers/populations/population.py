@@ -22,19 +22,14 @@ from transformers.utils import logging
 from agile_trainers.adapters.folders import Fields, read_form, write_json
 from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
-from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
-    ADAPTER_FILES,
     CARD,
-    CURVE,
-    MODEL_FILES,
-    TOKENIZER_FILES,
     check_public,
+    copy_policy,
     differences,
     flat_environment,
     masked,
-    matching,
     note_private,
     public_arguments,
     public_options,
@@ -752,20 +747,6 @@ def _check_values(args: MultiTurnConfig, space: SearchSpace, environments: list[
         made = with_values(args, {name: int(value) if name in space.whole else value for name, value in ends.items()})
         check_values(made)
         made.with_environment(environments)
-
-
-_VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
-"""Vocabularies of tokenizers that are not in ``tokenizer.json``."""
-
-
-def copy_policy(source: Path, folder: Path) -> None:
-    """Copy a policy with its tokenizer, card, critic and reference, and nothing else, to an empty or new folder."""
-    further = [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in (*ADAPTER_FILES, CARD)]
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *_VOCABULARY, CARD, CURVE, *further)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in matching(source, patterns):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / path, folder / path)
 
 
 def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | None:
