@@ -133,19 +133,16 @@ def train_batch(
         recorded_reference=log_probs.reference,
         turn_columns=dict(credit.columns),
     )
-    if log_probs.snapshot is not None:
-        # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
-        assert log_probs.old is not None
-        scored = trained & log_probs.scored[:, None]
-        output.importance_sampling_ratio, metrics = corrected_drift(
-            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
-        )
-        return output, metrics
-    if not args.vllm_importance_sampling_correction:
+    if log_probs.snapshot is None and not args.vllm_importance_sampling_correction:
         return output, {}
     assert log_probs.old is not None
     scored = trained & log_probs.scored[:, None]
-    output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
+    if log_probs.snapshot is None:
+        output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
+    else:  # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
+        output.importance_sampling_ratio, metrics = corrected_drift(
+            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
+        )
     return output, metrics
 
 

@@ -117,13 +117,10 @@ class CreditAssignment:
         rule: The algorithm's ``assign_credit``.
         args: A ``MultiTurnConfig``.
         accelerator: The trainer's. Every statistic is over all processes.
-        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
 
-    def __init__(
-        self, rule: Callable[[CreditInputs], Credit], args: Any, accelerator: Accelerator, *, per_sequence: bool
-    ) -> None:
-        self._rule, self._args, self._accelerator, self._per_sequence = rule, args, accelerator, per_sequence
+    def __init__(self, rule: Callable[[CreditInputs], Credit], args: Any, accelerator: Accelerator) -> None:
+        self._rule, self._args, self._accelerator = rule, args, accelerator
 
     def judge(
         self,
@@ -163,7 +160,7 @@ class CreditAssignment:
             The credit of all processes, with the metrics.
         """
         turns = judged.turns
-        credit = normalize(judged.credit, turns.mask, self._args, per_sequence=self._per_sequence)
+        credit = normalize(judged.credit, turns.mask, self._args)
         if not self._args.groupless:
             credit.metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
         credit.metrics |= credit_by_turn(turns.rewards, credit.advantages, turns.mask)
@@ -252,14 +249,13 @@ def gather_turns(
     return inputs
 
 
-def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:
+def normalize(credit: Credit, mask: torch.Tensor, args: Any) -> Credit:
     """Whiten, clip and pool advantages as the options say, and add their metrics.
 
     Args:
         credit: The output of a credit rule.
         mask: (B, K) bool, turns that count.
         args: A ``MultiTurnConfig``.
-        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
     advantages, metrics = credit.advantages, dict(credit.metrics)
     live = with_advantage(advantages, mask, args.zero_advantage_eps)[mask.any(dim=1)].float()
@@ -270,7 +266,7 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
         bound = args.advantage_clip_range
         metrics["advantage/clipped"] = (advantages[mask].abs() > bound).float().mean().item()
         advantages = advantages.clamp(-bound, bound)
-    if per_sequence:
+    if args.importance_sampling_level == "sequence":
         # A ratio of the whole sequence is clipped once, by the sign of one advantage.
         advantages = pool_over_turns(advantages, mask)
     kept = advantages[mask]

@@ -47,6 +47,7 @@ from agile_trainers.monitor.nonfinite import StepGuard
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.packer import Packer, PackingState
+from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
@@ -67,7 +68,7 @@ from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.loss import DemonstrationLoss
-from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
+from agile_trainers.step.play import EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.successes import Successes
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
@@ -394,8 +395,7 @@ def _make_step(
         seam.calculate_rewards, trainer.reward_func_names, trainer.reward_weights, accelerator, seam.pending_metrics,
         seam.pending_columns, setup.arguments["reward_funcs"],
     )  # fmt: skip
-    per_sequence = args.importance_sampling_level == "sequence"
-    credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
+    credit = CreditAssignment(trainer.assign_credit, args, accelerator)
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
     tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
     draws = EpisodeDraws(
@@ -410,10 +410,12 @@ def _make_step(
             args.batches_ahead, engine, sampler, snapshots, lambda index: draws.batch_of(order.of(index), index)
         )
         closing.callback(ahead.close)
-    end_token = trainer.eos_token_ids[0]
-    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device, encode)
+    collated = partial(
+        collate, pad_token_id=seam.tokenizer.pad_token_id, end_token_id=trainer.eos_token_ids[0],
+        pad_to_multiple_of=trainer.pad_to_multiple_of, device=accelerator.device, encode=encode,
+    )  # fmt: skip
     successes = _kept_successes(args, setup, accelerator, shows_images=encode is not None)
-    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead, successes)
+    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collated, credit, ahead, successes)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
     if args.has_critic:
@@ -424,14 +426,12 @@ def _make_step(
         critic.unfreeze(policy)
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
-    teacher, demonstrated, has_own = None, None, trainer.loss is not None
-    if args.demonstrations is not None or args.replay_successes:
-        demonstrated = DemonstrationLoss(args, accelerator, own_loss=has_own)
-    if taught:
-        teacher = Teacher(
-            args, accelerator, seam.token_log_probs, packer, taught,
-            state=lambda: trainer.state, render=engine.chat.before, own_loss=has_own,
-        )  # fmt: skip
+    has_own, shown = trainer.loss is not None, args.demonstrations is not None or args.replay_successes
+    demonstrated = DemonstrationLoss(args, accelerator, own_loss=has_own) if shown else None
+    teacher = None if not taught else Teacher(
+        args, accelerator, seam.token_log_probs, packer, taught,
+        state=lambda: trainer.state, render=engine.chat.before, own_loss=has_own,
+    )  # fmt: skip
     batches = BatchMaker(
         args, accelerator, passes, credit, critic, snapshots, teacher, demonstrated, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),
