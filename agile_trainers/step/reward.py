@@ -38,7 +38,7 @@ _TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 RewardFunction = Callable[..., Any]
 
 
-def listed(reward_funcs: Any) -> list[Any]:
+def listed_functions(reward_funcs: Any) -> list[Any]:
     """Return the reward functions of an argument: none, one, or several."""
     if reward_funcs is None:
         return []
@@ -64,7 +64,7 @@ def add_return_reward(
         ValueError: If there is no finite weight for each function, a function requires an argument that it cannot get, or a
             column has the name of one of TRL's or ours.
     """
-    own = listed(reward_funcs)
+    own = listed_functions(reward_funcs)
     classes = classes if isinstance(classes, list) else [classes] * len(own)
     weights = args.reward_weights
     if weights is not None and not isinstance(weights, (list, tuple)):
