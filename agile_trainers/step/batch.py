@@ -140,9 +140,7 @@ def train_batch(
     if log_probs.snapshot is None:
         output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
     else:  # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
-        output.importance_sampling_ratio, metrics = corrected_drift(
-            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
-        )
+        output.importance_sampling_ratio, metrics = corrected_drift(args, batch, log_probs, scored, accelerator)
     return output, metrics
 
 
