@@ -304,21 +304,17 @@ class _Round:
             self.failed = f"All {len(values)} evaluation episodes failed in the environment: {error}"
         if not self.failed and not (sound and all(map(math.isfinite, sound))):
             self.failed = "The fitness is not a finite number."
-        of, failed = self.assignment, bool(self.failed)
-        return Result(
-            of.member,
-            of.round,
-            0 if failed else self.steps,
-            of.episodes,
-            values,
-            [] if self.results is None else numbered(self.results.units),
-            self.seconds,
-            self.failed,
-            fitness != "success"
-            or self.results is None
-            or any(row["success"] is not None for row in self.results.rows),
-            0 if self.results is None else sum(not row.get("success_reported", True) for row in self.results.rows),
-            None if self.results is None else lowest_fitness(self.results, fitness),
+        of, steps = self.assignment, 0 if self.failed else self.steps
+        outcome = Result(of.member, of.round, steps, of.episodes, values, [], self.seconds, self.failed)
+        if self.results is None:
+            return outcome
+        rows = self.results.rows
+        return replace(
+            outcome,
+            units=numbered(self.results.units),
+            reported=fitness != "success" or any(row["success"] is not None for row in rows),
+            unreported=sum(not row.get("success_reported", True) for row in rows),
+            lowest=lowest_fitness(self.results, fitness),
         )
 
 
