@@ -188,17 +188,8 @@ def own_turns(
     """
     lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
     mask = batch.turn_mask & ~batch.failed[:, None]
-    inputs = CreditInputs(
-        batch.turn_rewards,
-        mask,
-        batch.failed,
-        lengths,
-        batch.anchors,
-        batch.environments,
-        values=values,
-        final_values=final_values,
-    )
-    inputs.demonstrations = batch.demonstrations
+    inputs = CreditInputs(batch.turn_rewards, mask, batch.failed, lengths, batch.anchors, batch.environments)
+    inputs.values, inputs.final_values, inputs.demonstrations = values, final_values, batch.demonstrations
     if weights is not None:
         inputs.weights, inputs.ratios = weights
     if batch.path_ids is not None:
