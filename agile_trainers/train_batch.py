@@ -123,19 +123,9 @@ class TrainBatch:
         return self.counted if demonstrated is None else self.counted | (demonstrated > 0)
 
     @property
-    def lengths(self) -> torch.Tensor:
-        """(B,) int64, tokens of prompt and completion, or of all paths."""
-        return lengths_of(self.to_trl())
-
-    @property
     def left_padded(self) -> torch.Tensor:
         """(B,) bool, episodes whose prompt is padded where the model reads it."""
         return (self.prompt_mask[:, 0] == 0) & (self.path_ids is None)
-
-    @property
-    def paths(self) -> Paths | None:
-        """The rows that a model reads, where they are not prompt and completion."""
-        return paths_of(self.to_trl())
 
     def to_trl(self) -> Batch:
         """Convert to TRL's dictionary; fields that are None are left out."""
@@ -187,7 +177,7 @@ class TrainBatch:
             kept &= self.has_advantage
         own = self.counted.any(dim=1)
         if not (kept & own).any():
-            lengths = self.lengths
+            lengths = lengths_of(self.to_trl())
             kept[lengths.masked_fill(~own, int(lengths.max()) + 1).argmin()] = True
         return self.rows(kept)
 
@@ -234,11 +224,6 @@ class TrainBatch:
 
 
 _SHAPES: dict[str, str] = {f.name: f.metadata["shape"] for f in fields(TrainBatch) if f.metadata}
-
-
-def column_of(batch: Batch, name: str) -> torch.Tensor:
-    """Return a credit rule's own column, (B, K) or (B, T), from a micro-batch in TRL's form."""
-    return next(batch[key] for key in (_TURN_PREFIX + name, _TOKEN_PREFIX + name, name) if key in batch)
 
 
 def _trimmed(part: Batch, multiple: int | None) -> Batch:
@@ -343,6 +328,11 @@ def length_sorted_batches(
             if one.tokens is not None:
                 part["places"] = torch.where(one.tokens, part["places"], -1)
             yield together[places], _trimmed(part, multiple)
+
+
+def gather_rows(accelerator: Accelerator, *columns: torch.Tensor) -> list[torch.Tensor]:
+    """Gather the rows of all processes, (B,) or (B, ...) each, padded with 0 to one number of columns."""
+    return [accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns]
 
 
 def own_rows(accelerator: Accelerator, count: int) -> slice:

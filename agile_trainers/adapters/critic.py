@@ -213,7 +213,7 @@ class TopLayers:
         norm = None if found is None else next((n for n in _NORMS if hasattr(found[1], n)), None)
         if found is None or norm is None:
             raise ValueError(
-                f"critic_layers={count} needs a decoder with layers and a final norm; {_kind(base)} has none."
+                f"critic_layers={count} needs a decoder with layers and a final norm; {type(base).__name__} has none."
             )
         prefix, self._decoder, name = found
         self.paths = tuple(f"{prefix}.{name}.{index}." for index in range(total - count, total))
@@ -294,9 +294,5 @@ class TopLayers:
         if found.shape != expected.shape or not (found - expected).norm() <= _EQUAL * expected.norm():
             raise ValueError(
                 f"critic_layers={len(self._layers)} repeats the decoder's last layers, which gives other hidden states in "
-                f"{_kind(base)}. Leave critic_layers unset."
+                f"{type(base).__name__}. Leave critic_layers unset."
             )
-
-
-def _kind(base: PreTrainedModel) -> str:
-    return type(base).__name__

@@ -7,7 +7,8 @@ trains two of them. The router below changes only which adapter is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class AdapterRouter:
     def __init__(self, model: PeftModel):
         self._layers = _adapted(model)
         self._active: str | None = None
-        wrap_checkpointing(model.get_base_model(), self.remembering)
+        wrap_checkpointing(model.get_base_model(), lambda: partial(self.route, self._active))
 
     @contextmanager
     def route(self, adapter: str | None) -> Iterator[None]:
@@ -60,20 +61,6 @@ class AdapterRouter:
                 yield
         finally:
             self._active = active
-
-    def remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a checkpoint function so that it recomputes with the adapter of the forward pass."""
-
-        def checkpoint_with_adapter(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            adapter = self._active
-
-            def run(*inputs: Any, **options: Any) -> Any:
-                with self.route(adapter):
-                    return function(*inputs, **options)
-
-            return checkpoint(run, *args, **kwargs)
-
-        return checkpoint_with_adapter
 
 
 @contextmanager
@@ -130,13 +117,29 @@ def _knows(layer: BaseTunerLayer | AuxiliaryTrainingWrapper, adapter: str) -> bo
     return isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
 
 
-def wrap_checkpointing(base: PreTrainedModel, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Pass the checkpoint function of a model through ``wrap`` whenever gradient checkpointing is enabled."""
+def wrap_checkpointing(
+    base: PreTrainedModel, current: Callable[[], Callable[[], AbstractContextManager[None]]]
+) -> None:
+    """Recompute a model's checkpoints in the context of their forward pass, whenever gradient checkpointing is enabled.
+
+    Args:
+        base: The model below the adapters.
+        current: Called in a forward pass; returns what makes its context again.
+    """
     original = base._set_gradient_checkpointing
+
+    def remembering(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = current()
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            with context():
+                return function(*inputs, **options)
+
+        return checkpoint(run, *args, **kwargs)
 
     def set_gradient_checkpointing(enable: bool = True, **options: Any) -> None:
         if "gradient_checkpointing_func" in options:
-            options["gradient_checkpointing_func"] = wrap(options["gradient_checkpointing_func"])
+            options["gradient_checkpointing_func"] = partial(remembering, options["gradient_checkpointing_func"])
         original(enable=enable, **options)
 
     base._set_gradient_checkpointing = set_gradient_checkpointing

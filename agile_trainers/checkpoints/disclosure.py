@@ -44,12 +44,17 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
-"""Files of a further adapter, in its subfolder."""
+_VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
+"""Vocabularies of tokenizers that are not in ``tokenizer.json``."""
+FURTHER_FILES = tuple(
+    f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in ("adapter_config.json", "*.safetensors")
+)
+"""Files of further adapters, in their subfolders."""
+_FURTHER_CARDS = (f"{REFERENCE}/{CARD}", f"{CRITIC}/{CARD}")
 STATE_FILES = (
     "trainer_state.json", "optimizer*", "optimizer*/*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
     "pytorch_model_fsdp*/*", "latest", "global_step*/*", "zero_to_fp32.py", "rollout/position.json",
-    f"{REFERENCE}/model.safetensors", f"{REFERENCE}/{CARD}", f"{CRITIC}/{CARD}", MARKER,
+    f"{REFERENCE}/model.safetensors", *_FURTHER_CARDS, MARKER,
 )  # fmt: skip
 """Further files of a checkpoint."""
 STAGE = ".push-"
@@ -478,14 +483,26 @@ def copy_public(files: Mapping[Path, Path], output_dir: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=STAGE, dir=output_dir))
     try:
         for path, source in files.items():
-            put = shutil.copy2 if source == output_dir else _link
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            put(source / path, folder / path)
+            _put(path, source, folder, shutil.copy2 if source == output_dir else _link)
         disclose(folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def copy_policy(source: Path, folder: Path) -> None:
+    """Copy a policy with its tokenizer, card, critic and reference, and nothing else, to an empty or new folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in matching(
+        source, (*MODEL_FILES, *TOKENIZER_FILES, *_VOCABULARY, CARD, CURVE, *FURTHER_FILES, *_FURTHER_CARDS)
+    ):
+        _put(path, source, folder, shutil.copy2)
+
+
+def _put(path: Path, source: Path, folder: Path, copy: Callable[[Path, Path], Any]) -> None:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    copy(source / path, folder / path)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import (
-    CommitInfo,
     HfApi,
     auth_check,
-    create_repo,
     get_session,
     is_offline_mode,
     set_client_factory,
@@ -40,11 +37,10 @@ from tenacity import (
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
-    ADAPTER_FILES,
     CARD,
     CURVE,
+    FURTHER_FILES,
     MODEL_FILES,
     PRIVATE,
     STAGE,
@@ -53,7 +49,6 @@ from agile_trainers.checkpoints.disclosure import (
     Masker,
     copy_public,
     matching,
-    shorten_paths,
 )
 
 logger = logging.get_logger(__name__)
@@ -365,7 +360,7 @@ class HubPushes:
         vocabulary = getattr(getattr(processing, "tokenizer", processing), "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
         if path_in_repo is not None:
-            patterns += [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in ADAPTER_FILES]
+            patterns += FURTHER_FILES
             patterns += [*STATE_FILES, CARD, CURVE]
         chosen = dict.fromkeys(matching(folder, patterns), folder)
         if path_in_repo is None:
@@ -380,17 +375,14 @@ class HubPushes:
         revision: str | None = None,
         path_in_repo: str | None = None,
     ) -> Callable[[Path], Any]:
-        def upload(folder: Path) -> Any:
-            return upload_folder(
-                repo_id=str(self._trainer.hub_model_id),
-                folder_path=folder,
-                path_in_repo=path_in_repo,
-                commit_message=message,
-                token=token or self._args.hub_token,
-                revision=revision or self._args.hub_revision,
-            )
-
-        return upload
+        return lambda folder: upload_folder(
+            repo_id=str(self._trainer.hub_model_id),
+            folder_path=folder,
+            path_in_repo=path_in_repo,
+            commit_message=message,
+            token=token or self._args.hub_token,
+            revision=revision or self._args.hub_revision,
+        )
 
 
 def check_deepspeed(config: Mapping[str, Any], strategy: HubStrategy) -> None:
@@ -441,38 +433,3 @@ def make_repository(option: str, name: str, token: str | None, make: Callable[[]
             "the token (hub_token, or that of `hf auth login`) may write there."
         ) from error
     return made
-
-
-def push_written(
-    name: str,
-    write: Callable[[Path, str], Any],
-    *,
-    private: bool | None,
-    message: str,
-    token: str | None,
-    revision: str | None,
-) -> CommitInfo:
-    """Push a folder to a repository, which is made if there is none.
-
-    Args:
-        name: Name of the repository, ``user/model`` or ``model``.
-        write: Writes the files into a folder; its second argument is the repository's full name, for the card.
-        private: Make a new repository private; None leaves it to the Hub.
-        message: Message of the commit.
-        token: Hub token; None for the stored one.
-        revision: Branch; None for the main one.
-
-    Raises:
-        ValueError: If the Hub refuses the repository's name or the token.
-    """
-
-    def make() -> str:
-        return create_repo(name, token=token, private=private, exist_ok=True).repo_id
-
-    repository = make_repository("repo_id", name, token, make)
-    with TemporaryDirectory() as folder:
-        write(Path(folder), repository)
-        shorten_paths(Path(folder))
-        return upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=message, token=token, revision=revision
-        )

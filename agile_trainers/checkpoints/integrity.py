@@ -350,8 +350,6 @@ def newest_complete(output_dir: Path, at_most: int | None = None) -> tuple[Path,
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}

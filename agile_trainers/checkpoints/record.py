@@ -287,22 +287,21 @@ class RunCheckpoints:
         else:
             pairs |= {f"lora.{name}": (lora.get(name), own_lora.get(name)) for name in sorted({*lora, *own_lora})}
         position = read_json(folder / _ROLLOUT / _POSITION)
-        if position["position"] and not any((folder / _ROLLOUT).glob("rank-*.safetensors")):
-            raise CheckpointError(
-                f"{folder} was pushed without the episodes that it was training on, and lies inside their generation batch, "
-                "so the run cannot resume exactly. Resume from a checkpoint between two batches or from one that was not "
-                f"pushed, or start a new run with model={str(folder)!r}."
-            )
-        if position.get("ahead") and not any((folder / _ROLLOUT).glob("ahead-*.json")):
-            raise CheckpointError(
-                f"{folder} was pushed without the episodes that it had begun ahead of their update, so the run cannot "
-                f"resume exactly. Resume from a copy that was not pushed, or start a new run with model={str(folder)!r}."
-            )
-        if position.get("successes") and not (folder / _ROLLOUT / _SUCCESSES).is_file():
-            raise CheckpointError(
-                f"{folder} was pushed without the successes that it kept, so the run cannot resume exactly. Resume from a "
-                f"copy that was not pushed, or start a new run with model={str(folder)!r}."
-            )
+        unpushed = "from a copy that was not pushed"
+        for expected, file, what, instead in (
+            (
+                position["position"], "rank-*.safetensors",
+                "the episodes that it was training on, and lies inside their generation batch",
+                "from a checkpoint between two batches or from one that was not pushed",
+            ),
+            (position.get("ahead"), "ahead-*.json", "the episodes that it had begun ahead of their update", unpushed),
+            (position.get("successes"), _SUCCESSES, "the successes that it kept", unpushed),
+        ):  # fmt: skip
+            if expected and not any((folder / _ROLLOUT).glob(file)):
+                raise CheckpointError(
+                    f"{folder} was pushed without {what}, so the run cannot resume exactly. Resume {instead}, or start a "
+                    f"new run with model={str(folder)!r}."
+                )
         if position["position"] or position.get("ahead"):
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
@@ -372,24 +371,15 @@ class RunCheckpoints:
 
     def record(self) -> dict[str, Any]:
         """Make the content of ``agile_trainers.json``: the origin of a model."""
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        config = self._base_config
-        text = config.get_text_config()
-        record = {
-            "algorithm": self._algorithm,
+        model, text = self._trainer.accelerator.unwrap_model(self._trainer.model), self._base_config.get_text_config()
+        step = self._trainer.state.global_step if self._best_step is None else self._best_step
+        record = record_without_environment(self._algorithm, model, step, self._parent)
+        record["base_model"] |= {name: getattr(text, name, None) for name in _ARCHITECTURE}
+        record |= {
             **public_arguments(self._environment, self._args.public_values),
-            "base_model": {
-                "name": config._name_or_path or None,
-                "commit": getattr(config, "_commit_hash", None),
-                **{name: getattr(text, name, None) for name in _ARCHITECTURE},
-            },
-            "parent": self._parent,
-            "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
             "critic": self._args.has_critic,
-            "global_step": self._trainer.state.global_step if self._best_step is None else self._best_step,
             "run_id": self.run_id,
             "options": public_options(recorded_options(self._args), type(self._args), self._args.public_values),
-            "versions": package_versions(),
         }
         return masked(record)
 
@@ -577,7 +567,7 @@ class RunCheckpoints:
 def record_without_environment(
     algorithm: str, model: Any, global_step: int, parent: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Make what a model card reads of a run that plays no episodes.
+    """Make the record of a run that plays no episodes, for its model card.
 
     Args:
         algorithm: Its name.
@@ -585,7 +575,7 @@ def record_without_environment(
         global_step: Number of updates.
         parent: See :func:`~agile_trainers.adapters.loading.parent_of`.
     """
-    config = model.config
+    config = base_model(model).config
     return {
         "algorithm": algorithm,
         "environment": None,

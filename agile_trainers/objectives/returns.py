@@ -118,20 +118,36 @@ def gae(
         ValueError: If a next call does not come later, or as :func:`discounted_returns` does.
     """
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    if following is not None or rewarded is not None:
-        index = torch.arange(values.size(1), device=values.device).expand_as(values)
-        return _gae_on_paths(
-            torch.where(turn_mask, turn_rewards, turn_rewards.new_zeros(())),
-            values,
-            final_values,
-            turn_mask,
-            gamma,
-            gae_lambda,
-            index + 1 if following is None else following,
-            _first_rewards(index if rewarded is None else rewarded, turn_mask, gamma),
-            weights,
+    if following is None and rewarded is None:
+        return _gae_one_by_one(turn_rewards, values, final_values, turn_mask, gamma, gae_lambda, weights, None)
+    index = torch.arange(values.size(1), device=values.device)
+    rewards = torch.where(turn_mask, turn_rewards, turn_rewards.new_zeros(()))
+    following = (index + 1).expand_as(values) if following is None else following
+    first = _first_rewards(index.expand_as(values) if rewarded is None else rewarded, turn_mask, gamma)
+    if wrong := _example(turn_mask & (following <= index)):
+        raise ValueError(
+            f"following[{wrong[0]}, {wrong[1]}] is {int(following[wrong])}, but the next call on a path comes later. Pass "
+            f"its index, or {len(index)} for none."
         )
-    return _gae_one_by_one(turn_rewards, values, final_values, turn_mask, gamma, gae_lambda, weights, None)
+    # The end of the episode is a call behind the last one, whose value is `final_values` and whose advantage is 0.
+    later = following.clamp(0, len(index) - 1)
+    goes_on = (following < len(index)) & turn_mask.gather(1, later)
+    end = turn_mask.sum(dim=1, keepdim=True)
+    next_values = torch.where(goes_on, values.gather(1, later), final_values[:, None])
+    last = torch.where(goes_on, first.gather(1, later), end)
+    next_values = weights.gather(1, (last - 1).clamp(min=0)) * next_values
+    discounts = gamma ** (torch.where(goes_on, following, end) - index).clamp(min=0).double()
+    decays = (discounts * gae_lambda).to(values.dtype)
+    discounts = discounts.to(values.dtype)
+    advantages = torch.zeros_like(values)
+    for k in range(len(index) - 1, -1, -1):
+        step = (index >= first[:, k, None]) & (index < last[:, k, None])
+        discounted = gamma ** (index - k).clamp(min=0).to(rewards.dtype) * weights * rewards
+        reward = torch.where(step, discounted, 0.0).sum(dim=1)
+        delta = reward + discounts[:, k] * next_values[:, k] - weights[:, k] * values[:, k]
+        after = torch.where(goes_on[:, k], advantages.gather(1, later[:, k, None])[:, 0], 0.0)
+        advantages[:, k] = torch.where(turn_mask[:, k], delta + decays[:, k] * after, 0.0)
+    return advantages
 
 
 def _gae_one_by_one(
@@ -199,47 +215,6 @@ def vtrace_targets(
         for k in range(values.size(1)):
             surprises[:, k] = surprise(weights=torch.where(index >= k, ratios, 1.0).cumprod(dim=1))[:, k]
     return torch.where(turn_mask, values + surprises, 0.0)
-
-
-def _gae_on_paths(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    final_values: torch.Tensor,
-    turn_mask: torch.Tensor,
-    gamma: float,
-    gae_lambda: float,
-    following: torch.Tensor,
-    first: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    """Compute :func:`gae` with given next calls, first rewards and weights. ``rewards`` are 0 where no turn happened.
-
-    The end of the episode is a call behind the last one, whose value is ``final_values`` and whose advantage is 0.
-    """
-    index = torch.arange(values.size(1), device=values.device)
-    if wrong := _example(turn_mask & (following <= index)):
-        raise ValueError(
-            f"following[{wrong[0]}, {wrong[1]}] is {int(following[wrong])}, but the next call on a path comes later. Pass "
-            f"its index, or {len(index)} for none."
-        )
-    later = following.clamp(0, len(index) - 1)
-    goes_on = (following < len(index)) & turn_mask.gather(1, later)
-    end = turn_mask.sum(dim=1, keepdim=True)
-    next_values = torch.where(goes_on, values.gather(1, later), final_values[:, None])
-    last = torch.where(goes_on, first.gather(1, later), end)
-    next_values = weights.gather(1, (last - 1).clamp(min=0)) * next_values
-    discounts = gamma ** (torch.where(goes_on, following, end) - index).clamp(min=0).double()
-    decays = (discounts * gae_lambda).to(values.dtype)
-    discounts = discounts.to(values.dtype)
-    advantages = torch.zeros_like(values)
-    for k in range(len(index) - 1, -1, -1):
-        step = (index >= first[:, k, None]) & (index < last[:, k, None])
-        discounted = gamma ** (index - k).clamp(min=0).to(rewards.dtype) * weights * rewards
-        reward = torch.where(step, discounted, 0.0).sum(dim=1)
-        delta = reward + discounts[:, k] * next_values[:, k] - weights[:, k] * values[:, k]
-        after = torch.where(goes_on[:, k], advantages.gather(1, later[:, k, None])[:, 0], 0.0)
-        advantages[:, k] = torch.where(turn_mask[:, k], delta + decays[:, k] * after, 0.0)
-    return advantages
 
 
 def token_gae(lambda_returns: torch.Tensor, token_values: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:

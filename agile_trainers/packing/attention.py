@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class TrieAttention:
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._own = [(config, config._attn_implementation) for config in attention_configs(base)]
-        wrap_checkpointing(base, self._remembering)
+        wrap_checkpointing(base, lambda: partial(self.using, _plan))
 
     @contextmanager
     def using(self, plan: Plan | None) -> Iterator[None]:
@@ -80,18 +80,6 @@ class TrieAttention:
         _plan = plan
         for config, own in self._own:
             config._attn_implementation = own if plan is None else IMPLEMENTATION
-
-    def _remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint_with_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            plan = _plan
-
-            def run(*inputs: Any, **options: Any) -> Any:
-                with self.using(plan):
-                    return function(*inputs, **options)
-
-            return checkpoint(run, *args, **kwargs)
-
-        return checkpoint_with_plan
 
 
 def _attend(

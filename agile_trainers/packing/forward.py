@@ -239,15 +239,11 @@ class PackedForward:
             forward: See :class:`~agile_trainers.packing.kept_head.Teaching`.
         """
         heard: list[torch.Tensor] = []
-        labels = torch.full_like(ids, -100)
-        labels[:, -scored.size(1) :] = ids[:, -scored.size(1) :].masked_fill(~scored, -100)
-        rows = _Rows.of(ids, mask, labels, paths)
-        read = torch.zeros_like(rows.mask, dtype=torch.bool)
-        read.view(-1)[rows.before] = True
-        trie = self._trie(rows.ids, rows.mask, read, pack)
-        inputs: dict[str, Any] = {"heard": heard.append, "fused_lm_head": True}
+        labels = ids.clone()
+        labels[:, : -scored.size(1)] = -100
+        given = {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
         with torch.no_grad():
-            (self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs))
+            self.reading(model, scored, pack=pack, paths=paths)(heard=heard.append, **given)
         return Teaching(heard[0], torch.no_grad()(partial(self._head.logits, base)), forward)
 
     def values(

@@ -132,12 +132,9 @@ class SearchSpace:
 
     def mutate(self, values: Values, rng: np.random.Generator) -> Values:
         """Move one option, drawn at random, up or down: AgileRL's mutation."""
-        name = list(self.ranges)[int(rng.integers(len(self.ranges)))]
-        return {**values, name: self._moved(name, values[name], rng)}
-
-    def _moved(self, name: str, value: float, rng: np.random.Generator) -> float:
-        one = self.ranges[name]
-        return one.move(value, one.grow if rng.random() < 0.5 else one.shrink, whole=name in self.whole)
+        name, one = list(self.ranges.items())[int(rng.integers(len(self.ranges)))]
+        factor = one.grow if rng.random() < 0.5 else one.shrink
+        return {**values, name: one.move(values[name], factor, whole=name in self.whole)}
 
 
 def search_space(config: type[MultiTurnConfig], hyperparameters: Mapping[str, Range]) -> SearchSpace:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -303,21 +304,17 @@ class _Round:
             self.failed = f"All {len(values)} evaluation episodes failed in the environment: {error}"
         if not self.failed and not (sound and all(map(math.isfinite, sound))):
             self.failed = "The fitness is not a finite number."
-        of, failed = self.assignment, bool(self.failed)
-        return Result(
-            of.member,
-            of.round,
-            0 if failed else self.steps,
-            of.episodes,
-            values,
-            [] if self.results is None else numbered(self.results.units),
-            self.seconds,
-            self.failed,
-            fitness != "success"
-            or self.results is None
-            or any(row["success"] is not None for row in self.results.rows),
-            0 if self.results is None else sum(not row.get("success_reported", True) for row in self.results.rows),
-            None if self.results is None else lowest_fitness(self.results, fitness),
+        of, steps = self.assignment, 0 if self.failed else self.steps
+        outcome = Result(of.member, of.round, steps, of.episodes, values, [], self.seconds, self.failed)
+        if self.results is None:
+            return outcome
+        rows = self.results.rows
+        return replace(
+            outcome,
+            units=numbered(self.results.units),
+            reported=fitness != "success" or any(row["success"] is not None for row in rows),
+            unreported=sum(not row.get("success_reported", True) for row in rows),
+            lowest=lowest_fitness(self.results, fitness),
         )
 
 
@@ -545,9 +542,6 @@ def split_processes() -> Processes:
                 f"{name}=true shards one model over the processes, but each member is trained by one process. "
                 "Launch with a configuration without DeepSpeed and FSDP, such as accelerate_configs/ddp.yaml."
             )
-    import torch
-    from accelerate import PartialState
-
     if PartialState._shared_state or torch.distributed.is_initialized() or torch.cuda.is_initialized():
         raise RuntimeError(
             "split_processes() comes too late: this process has joined the others or taken a GPU. Call it before a "

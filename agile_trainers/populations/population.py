@@ -12,28 +12,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from huggingface_hub import CommitInfo, EvalResult
+from huggingface_hub import CommitInfo, EvalResult, create_repo, upload_folder
 from transformers.utils import logging
 
 from agile_trainers.adapters.folders import Fields, read_form, write_json
 from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
-from agile_trainers.adapters.roles import CRITIC, REFERENCE
 from agile_trainers.checkpoints import model_card
 from agile_trainers.checkpoints.disclosure import (
-    ADAPTER_FILES,
     CARD,
-    CURVE,
-    MODEL_FILES,
-    TOKENIZER_FILES,
     check_public,
+    copy_policy,
     differences,
     flat_environment,
     masked,
-    matching,
     note_private,
     public_arguments,
     public_options,
@@ -41,7 +37,7 @@ from agile_trainers.checkpoints.disclosure import (
     warn_of_unknown,
     withheld_values,
 )
-from agile_trainers.checkpoints.hub import push_written
+from agile_trainers.checkpoints.hub import make_repository
 from agile_trainers.checkpoints.resuming import locked, recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
@@ -524,25 +520,45 @@ class Population:
         """
         if not self._processes.is_main:
             return None
-        args = self._args
-        return push_written(
-            repo_id,
-            lambda folder, repository: self._copy(member, folder, repository),
-            private=args.hub_private_repo if private is None else private,
-            message=commit_message,
-            token=token or args.hub_token,
-            revision=revision or args.hub_revision,
+        args, token = self._args, token or self._args.hub_token
+        private = args.hub_private_repo if private is None else private
+        repository = make_repository(
+            "repo_id", repo_id, token, lambda: create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id
         )
+        with TemporaryDirectory() as folder:
+            self._copy(member, Path(folder), repository)
+            return upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=commit_message, token=token,
+                revision=revision or args.hub_revision,
+            )  # fmt: skip
 
     def _copy(self, member: int | None, folder: Path, model_id: str) -> Path:
+        """Copy a policy to an empty or new folder, which is returned, and write lineage and card beside it.
+
+        Args:
+            member: As for :meth:`export`.
+            folder: The folder.
+            model_id: Hub id or folder name under which the card loads the policy. Its last part is the card's title.
+        """
+        lineage = self.lineage
         if member is not None:
             trained, source = self._last(member), self.folder(member)
-        elif self.lineage.winner is not None:
-            trained, source = self.lineage.winner, self.output_dir / BEST
+        elif lineage.winner is not None:
+            trained, source = lineage.winner, self.output_dir / BEST
         else:
             raise PopulationError("There is no policy before the first round is over. Call run().")
-        name = self.folder(trained.member).name
-        return export_policy(self.lineage, trained, source, folder, name, model_id)
+        copy_policy(source, folder)
+        shorten_paths(folder)  # people upload what they export
+        lineage.public().write(folder)
+        card = folder / CARD
+        if card.is_file():  # a member's card may be deleted
+            name, title = self.folder(trained.member).name, model_id.rpartition("/")[2]
+            text = card.read_text(encoding="utf-8").replace(f'"{name}"', f'"{model_id}"')
+            text = re.sub(rf"(?m)^(.*name: |# ){re.escape(name)}$", lambda found: found[1] + title, text)
+            card.write_text(f"{text}\n{_section(lineage, trained)}", encoding="utf-8")
+            if held_out := _held_out_result(lineage, trained):
+                model_card.add_results(folder, [held_out])
+        return folder
 
     def _last(self, member: int) -> LineageEvent:
         trained = [one for one in self.lineage.events if one.member == member and one.event == "trained"]
@@ -731,50 +747,6 @@ def _check_values(args: MultiTurnConfig, space: SearchSpace, environments: list[
         made = with_values(args, {name: int(value) if name in space.whole else value for name, value in ends.items()})
         check_values(made)
         made.with_environment(environments)
-
-
-_VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
-"""Vocabularies of tokenizers that are not in ``tokenizer.json``."""
-
-
-def copy_policy(source: Path, folder: Path) -> None:
-    """Copy a policy with its tokenizer, card, critic and reference, and nothing else, to an empty or new folder."""
-    further = [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in (*ADAPTER_FILES, CARD)]
-    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *_VOCABULARY, CARD, CURVE, *further)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in matching(source, patterns):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / path, folder / path)
-
-
-def export_policy(
-    lineage: Lineage, trained: LineageEvent, source: Path, folder: Path, name: str, model_id: str
-) -> Path:
-    """Copy a member's policy, and write lineage and card beside it.
-
-    Args:
-        lineage: The population's.
-        trained: The ``trained`` event that the policy is of.
-        source: Its folder.
-        folder: An empty folder, or a new one.
-        name: The policy's name in the card of ``source``.
-        model_id: Hub id or folder name under which the card loads the policy. Its last part is the card's title.
-
-    Returns:
-        The folder.
-    """
-    copy_policy(source, folder)
-    shorten_paths(folder)  # people upload what they export
-    lineage.public().write(folder)
-    card = folder / "README.md"
-    if card.is_file():  # a member's card may be deleted
-        text = card.read_text(encoding="utf-8").replace(f'"{name}"', f'"{model_id}"')
-        title = model_id.rpartition("/")[2]
-        text = re.sub(rf"(?m)^(.*name: |# ){re.escape(name)}$", lambda found: found[1] + title, text)
-        card.write_text(f"{text}\n{_section(lineage, trained)}", encoding="utf-8")
-        if held_out := _held_out_result(lineage, trained):
-            model_card.add_results(folder, [held_out])
-    return folder
 
 
 def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | None:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from statistics import fmean
@@ -70,7 +71,6 @@ class BatchesAhead:
     ) -> None:
         self._ahead, self._engine, self._sampler, self._snapshots = ahead, engine, sampler, snapshots
         self._draw = draw
-        self._versions = Versions(self._version_of, self._playing, self._holding)
         self._resources = ExitStack()
         self._rollout: Rollout | None = None
         self._background: BackgroundRollout | None = None
@@ -78,6 +78,7 @@ class BatchesAhead:
         self._open: dict[int, OpenBatch] = {}
         self._version: dict[int, int] = {}
         """Key of an episode to its version."""
+        self._versions = Versions(self._version.__getitem__, self._playing, self._holding)
         self._current = 0
         self._waited = 0.0
 
@@ -171,9 +172,6 @@ class BatchesAhead:
     def _playing(self) -> set[int]:
         """Return the versions of all open batches."""
         return {batch.version for batch in self._open.values()}
-
-    def _version_of(self, key: int) -> int:
-        return self._version[key]
 
     def _holding(self, version: int) -> AbstractContextManager[None]:
         return self._snapshots.holding(None if version == self._current else version)
@@ -293,21 +291,18 @@ class BackgroundRollout:
         Raises:
             BaseException: What the function raised, or the rollout before.
         """
-        results: list[_Result] = []
-        errors: list[BaseException] = []
+        answer: Future[_Result] = Future()
 
         def run() -> None:
             try:
-                results.append(function())
+                answer.set_result(function())
             except BaseException as error:
-                errors.append(error)
+                answer.set_exception(error)
             self._notify()
 
         self._post(run)
-        self._wait(lambda: bool(results or errors))
-        if errors:
-            raise errors[0]
-        return results[0]
+        self._wait(answer.done)
+        return answer.result()
 
     def wait(self, keys: Sequence[int]) -> list[Trajectory]:
         """Wait until some episodes have ended, and return them.

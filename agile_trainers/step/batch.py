@@ -30,7 +30,7 @@ from agile_trainers.step.log_probs import (
 from agile_trainers.step.loss import DemonstrationLoss
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import Teacher
-from agile_trainers.train_batch import TrainBatch, own_rows
+from agile_trainers.train_batch import TrainBatch, own_rows, read_of
 from agile_trainers.types import TurnBatch
 
 
@@ -118,11 +118,9 @@ def train_batch(
         lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1)).clamp(min=1)
         spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
     trained = trained_tokens(batch, args)
+    read: dict[str, Any] = {**read_of(batch)}
     output = TrainBatch(
-        prompt_ids=batch.prompt_ids,
-        prompt_mask=batch.prompt_mask,
-        completion_ids=batch.completion_ids,
-        completion_mask=batch.completion_mask,
+        **read,
         tool_mask=trained.long(),
         turn_ids=batch.turn_ids,
         sampling_per_token_logps=batch.sampling_logprobs,
@@ -133,28 +131,16 @@ def train_batch(
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,
         recorded_reference=log_probs.reference,
-        path_ids=batch.path_ids,
-        path_lengths=batch.path_lengths,
-        places=batch.places,
-        kept_words=batch.kept_words,
-        kept_sizes=batch.kept_sizes,
-        image_features=batch.image_features,
-        image_places=batch.image_places,
         turn_columns=dict(credit.columns),
     )
-    if log_probs.snapshot is not None:
-        # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
-        assert log_probs.old is not None
-        scored = trained & log_probs.scored[:, None]
-        output.importance_sampling_ratio, metrics = corrected_drift(
-            args, log_probs.old, log_probs.snapshot, batch.turn_ids, scored, accelerator
-        )
-        return output, metrics
-    if not args.vllm_importance_sampling_correction:
+    if log_probs.snapshot is None and not args.vllm_importance_sampling_correction:
         return output, {}
     assert log_probs.old is not None
     scored = trained & log_probs.scored[:, None]
-    output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
+    if log_probs.snapshot is None:
+        output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
+    else:  # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
+        output.importance_sampling_ratio, metrics = corrected_drift(args, batch, log_probs, scored, accelerator)
     return output, metrics
 
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage, zero_advantage_groups
 from agile_trainers.objectives.segments import turn_lengths
+from agile_trainers.train_batch import gather_rows
 from agile_trainers.types import TurnBatch
 
 
@@ -116,13 +117,10 @@ class CreditAssignment:
         rule: The algorithm's ``assign_credit``.
         args: A ``MultiTurnConfig``.
         accelerator: The trainer's. Every statistic is over all processes.
-        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
 
-    def __init__(
-        self, rule: Callable[[CreditInputs], Credit], args: Any, accelerator: Accelerator, *, per_sequence: bool
-    ) -> None:
-        self._rule, self._args, self._accelerator, self._per_sequence = rule, args, accelerator, per_sequence
+    def __init__(self, rule: Callable[[CreditInputs], Credit], args: Any, accelerator: Accelerator) -> None:
+        self._rule, self._args, self._accelerator = rule, args, accelerator
 
     def judge(
         self,
@@ -162,7 +160,7 @@ class CreditAssignment:
             The credit of all processes, with the metrics.
         """
         turns = judged.turns
-        credit = normalize(judged.credit, turns.mask, self._args, per_sequence=self._per_sequence)
+        credit = normalize(judged.credit, turns.mask, self._args)
         if not self._args.groupless:
             credit.metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
         credit.metrics |= credit_by_turn(turns.rewards, credit.advantages, turns.mask)
@@ -190,17 +188,8 @@ def own_turns(
     """
     lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
     mask = batch.turn_mask & ~batch.failed[:, None]
-    inputs = CreditInputs(
-        batch.turn_rewards,
-        mask,
-        batch.failed,
-        lengths,
-        batch.anchors,
-        batch.environments,
-        values=values,
-        final_values=final_values,
-    )
-    inputs.demonstrations = batch.demonstrations
+    inputs = CreditInputs(batch.turn_rewards, mask, batch.failed, lengths, batch.anchors, batch.environments)
+    inputs.values, inputs.final_values, inputs.demonstrations = values, final_values, batch.demonstrations
     if weights is not None:
         inputs.weights, inputs.ratios = weights
     if batch.path_ids is not None:
@@ -227,15 +216,14 @@ def gather_turns(
     own, last = own_turns(batch), batch.turn_mask.size(1)
     # "None" is K of this process until the processes agree on one K; -1 stands for it meanwhile.
     following = torch.where(batch.following < last, batch.following, -1)
-    rewards, mask, lengths, anchors, following, rewarded = (
-        accelerator.gather(accelerator.pad_across_processes(value, dim=1))
-        for value in (own.rewards, own.mask.long(), own.lengths, own.anchors, following, batch.rewarded)
-    )
     # All processes must take the same branch below, though only some may have an episode of several paths.
     several = torch.full_like(batch.failed, batch.path_ids is not None)
     shown = torch.zeros_like(batch.failed) if batch.demonstrations is None else batch.demonstrations
-    failed, environments, linear, several, shown = accelerator.gather(
-        (own.failed, own.environments, batch.linear, several, shown)
+    rewards, mask, failed, lengths, anchors, environments = gather_rows(
+        accelerator, own.rewards, own.mask.long(), own.failed, own.lengths, own.anchors, own.environments
+    )
+    linear, following, rewarded, several, shown = gather_rows(
+        accelerator, batch.linear, following, batch.rewarded, several, shown
     )
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
     paths, experts = torch.stack([several, shown]).any(dim=1).tolist()
@@ -245,23 +233,20 @@ def gather_turns(
     if experts:
         inputs.demonstrations = shown
     if values is not None:
-        inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
-        inputs.final_values = accelerator.gather(final_values)
+        assert final_values is not None
+        inputs.values, inputs.final_values = gather_rows(accelerator, values, final_values)
     if weights is not None:
-        inputs.weights, inputs.ratios = (
-            accelerator.gather(accelerator.pad_across_processes(one, dim=1)) for one in weights
-        )
+        inputs.weights, inputs.ratios = gather_rows(accelerator, *weights)
     return inputs
 
 
-def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:
+def normalize(credit: Credit, mask: torch.Tensor, args: Any) -> Credit:
     """Whiten, clip and pool advantages as the options say, and add their metrics.
 
     Args:
         credit: The output of a credit rule.
         mask: (B, K) bool, turns that count.
         args: A ``MultiTurnConfig``.
-        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
     advantages, metrics = credit.advantages, dict(credit.metrics)
     live = with_advantage(advantages, mask, args.zero_advantage_eps)[mask.any(dim=1)].float()
@@ -272,7 +257,7 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
         bound = args.advantage_clip_range
         metrics["advantage/clipped"] = (advantages[mask].abs() > bound).float().mean().item()
         advantages = advantages.clamp(-bound, bound)
-    if per_sequence:
+    if args.importance_sampling_level == "sequence":
         # A ratio of the whole sequence is clipped once, by the sign of one advantage.
         advantages = pool_over_turns(advantages, mask)
     kept = advantages[mask]

@@ -26,7 +26,7 @@ from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import Credit, CreditInputs, TurnWeights, own_turns
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows, paths_of
+from agile_trainers.train_batch import Batch, TrainBatch, gather_rows, length_sorted_batches, own_rows, paths_of
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -339,9 +339,7 @@ class Critic:
         accelerator, mask = self._accelerator, batch.valid_mask
         advantages = token_gae(credit.columns[TARGETS], read.values, batch.turn_ids)
         if self._args.whiten_advantages:
-            everyone, everywhere = (
-                accelerator.gather(accelerator.pad_across_processes(x, dim=1)) for x in (advantages, mask.long())
-            )
+            everyone, everywhere = gather_rows(accelerator, advantages, mask.long())
             own = own_rows(accelerator, mask.size(0))
             advantages = whiten(everyone, everywhere.bool())[own, : mask.size(1)]
         if self._args.advantage_clip_range is not None:
@@ -414,7 +412,7 @@ class Critic:
             in_step: Number of micro-batches of the step; those of later generation batches count as the mean of these.
                 Default: the given ones.
         """
-        weights = [column_of(batch, "value_weights").sum() for batch in micro_batches]
+        weights = [TrainBatch.from_trl(batch).column("value_weights").sum() for batch in micro_batches]
         turns = self._accelerator.reduce(sum(weights), reduction="sum")
         for batch in micro_batches:
             batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)

@@ -17,7 +17,7 @@ from agile_trainers.objectives.mismatch import importance_weights, mismatch_metr
 from agile_trainers.packing.packer import Packer, batch_images, kept_of
 from agile_trainers.step.credit import TurnWeights
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
+from agile_trainers.train_batch import gather_rows, length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
 
 TOKENS = 1000
@@ -186,12 +186,7 @@ def weights_of_turns(args: Any, batch: TurnBatch, log_probs: BatchLogProbs | Non
 
 
 def corrected_drift(
-    args: Any,
-    log_probs: torch.Tensor,
-    snapshot: torch.Tensor,
-    turn_ids: torch.Tensor,
-    mask: torch.Tensor,
-    accelerator: Accelerator,
+    args: Any, batch: TurnBatch, log_probs: BatchLogProbs, mask: torch.Tensor, accelerator: Accelerator
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
     """Weigh the tokens of a batch by ``drift_correction``, and measure the drift.
 
@@ -199,9 +194,8 @@ def corrected_drift(
 
     Args:
         args: A ``MultiTurnConfig``.
-        log_probs: (B, T), under the policy that the update starts from.
-        snapshot: (B, T), under the policy that played the episodes.
-        turn_ids: (B, T) int64.
+        batch: The episodes of this process.
+        log_probs: Under the policy that the update starts from, and under the one that played the episodes.
         mask: (B, T) bool, the tokens that were scored and are trained on.
         accelerator: Gathers for the metrics.
 
@@ -209,14 +203,13 @@ def corrected_drift(
         The weights (B, T), None without a correction or with one of :func:`weights_of_turns`; and metrics under ``drift/``,
         over all processes.
     """
-    log_ratio, mode = torch.where(mask, log_probs - snapshot, 0.0), args.drift_correction
-    ours, counted = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in (log_ratio, mask.long())
-    )
+    assert log_probs.old is not None and log_probs.snapshot is not None
+    log_ratio, mode = torch.where(mask, log_probs.old - log_probs.snapshot, 0.0), args.drift_correction
+    ours, counted = gather_rows(accelerator, log_ratio, mask.long())
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
-    return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
+    return drift_weights(log_ratio, mask, batch.turn_ids, mode, args.drift_clip_max), metrics
 
 
 def mismatch_weights(
@@ -243,8 +236,7 @@ def mismatch_weights(
         lowest=args.vllm_importance_sampling_clip_min,
         highest=args.vllm_importance_sampling_clip_max,
     )
-    columns = (log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long())
-    ours, theirs, weights, clipped, counted = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns
+    ours, theirs, weights, clipped, counted = gather_rows(
+        accelerator, log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long()
     )
     return correction.weights, mismatch_metrics(ours, theirs, weights, clipped.bool(), counted.bool())

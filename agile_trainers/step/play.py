@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import COLUMN
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -23,7 +22,7 @@ from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.successes import Successes
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
-from agile_trainers.types import Picture, Trajectory, TurnBatch
+from agile_trainers.types import Trajectory, TurnBatch
 
 
 class EpisodeRunner:
@@ -51,41 +50,6 @@ class EpisodeRunner:
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Makes the batch of a generation batch's episodes."""
-
-    pad_token_id: int
-    end_token_id: int
-    pad_to_multiple_of: int | None
-    device: torch.device
-    encode: Callable[[Picture], None] | None = None
-    """Gives an image its features, in a run that shows images."""
-
-    def batch(self, trajectories: list[Trajectory], added: torch.Tensor, by_turn: list[list[float]]) -> TurnBatch:
-        """Make the batch of this process's episodes.
-
-        Args:
-            trajectories: The episodes.
-            added: (B,), reward that is added to the last turn of each.
-            by_turn: Reward that is added to each turn.
-        """
-        batch = collate(
-            trajectories,
-            pad_token_id=self.pad_token_id,
-            end_token_id=self.end_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            device=self.device,
-            encode=self.encode,
-        )
-        rows = torch.arange(len(added), device=added.device)
-        last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
-        batch.turn_rewards[rows, last] += added * batch.turn_mask.any(dim=1)
-        for row, rewards in enumerate(by_turn):
-            batch.turn_rewards[row, : len(rewards)] += torch.tensor(rewards, device=added.device)
-        return batch
 
 
 @dataclass
@@ -128,7 +92,7 @@ class GroupRollouts:
         draws: Draws the episodes.
         runner: Plays episodes.
         rewards: Rewards them.
-        collator: Makes their batch.
+        collate: Makes their batch.
         credit: Applies the credit rule, which says which groups are zero-advantage groups.
         ahead: Plays batches ahead of their updates, with ``batches_ahead``; None without.
         successes: Keeps successes, with ``replay_successes``; None without.
@@ -141,13 +105,13 @@ class GroupRollouts:
         draws: EpisodeDraws,
         runner: EpisodeRunner,
         rewards: Rewards,
-        collator: Collator,
+        collate: Callable[[list[Trajectory]], TurnBatch],
         credit: CreditAssignment,
         ahead: BatchesAhead | None = None,
         successes: Successes | None = None,
     ) -> None:
         self._args, self._accelerator, self._draws = args, accelerator, draws
-        self._runner, self._rewards, self._collator, self._credit = runner, rewards, collator, credit
+        self._runner, self._rewards, self._collate, self._credit = runner, rewards, collate, credit
         self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
         self.tasks, self.ahead, self.successes = draws.tasks, ahead, successes
@@ -224,10 +188,17 @@ class GroupRollouts:
         )
 
     def _batch(self, trajectories: list[Trajectory], rewards: torch.Tensor) -> TurnBatch:
-        """Collate this process's episodes; one that nothing rewards is left out of every statistic, as in TRL."""
+        """Collate this process's episodes, and add to their rewards those of functions and judges.
+
+        An episode that nothing rewards is left out of every statistic, as in TRL.
+        """
         own = own_rows(self._accelerator, len(trajectories))
-        added = self._rewards.added(rewards)[own]
-        batch = self._collator.batch(trajectories, added, self._rewards.by_turn(trajectories))
+        batch, added = self._collate(trajectories), self._rewards.added(rewards)[own]
+        rows = torch.arange(len(added), device=added.device)
+        last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
+        batch.turn_rewards[rows, last] += added * batch.turn_mask.any(dim=1)
+        for row, of_turns in enumerate(self._rewards.by_turn(trajectories)):
+            batch.turn_rewards[row, : len(of_turns)] += torch.tensor(of_turns, device=added.device)
         batch.failed |= self._rewards.totals(rewards)[own].isnan().to(batch.failed.device)
         return batch
 

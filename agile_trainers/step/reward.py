@@ -38,6 +38,13 @@ _TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 RewardFunction = Callable[..., Any]
 
 
+def listed_functions(reward_funcs: Any) -> list[Any]:
+    """Return the reward functions of an argument: none, one, or several."""
+    if reward_funcs is None:
+        return []
+    return list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+
+
 def add_return_reward(
     args: Any, reward_funcs: Any, classes: Any, columns: Mapping[str, Sequence[str]]
 ) -> tuple[list[Any], list[Any], list[float] | None]:
@@ -57,13 +64,7 @@ def add_return_reward(
         ValueError: If there is no finite weight for each function, a function requires an argument that it cannot get, or a
             column has the name of one of TRL's or ours.
     """
-    own = (
-        []
-        if reward_funcs is None
-        else list(reward_funcs)
-        if isinstance(reward_funcs, (list, tuple))
-        else [reward_funcs]
-    )
+    own = listed_functions(reward_funcs)
     classes = classes if isinstance(classes, list) else [classes] * len(own)
     weights = args.reward_weights
     if weights is not None and not isinstance(weights, (list, tuple)):
@@ -196,12 +197,6 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
     chosen.__name__ = get_callable_name(function)
     chosen.__wrapped__ = function
     return chosen
-
-
-def judge_of(function: Any) -> Judge | None:
-    """Return the judge that a reward function of a run asks; None if it asks none."""
-    asked = getattr(function, "__wrapped__", None)
-    return asked if isinstance(asked, Judge) else None
 
 
 def _numbers(values: Any, called: str) -> list[Any]:
@@ -348,7 +343,8 @@ class Rewards:
         self._calculate, self._accelerator = calculate, accelerator
         self.names = names
         self.pending_metrics, self.pending_columns = pending_metrics, pending_columns
-        self.judges = {place: judge for place, one in enumerate(functions) if (judge := judge_of(one)) is not None}
+        asked = {place: getattr(function, "__wrapped__", None) for place, function in enumerate(functions)}
+        self.judges = {place: judge for place, judge in asked.items() if isinstance(judge, Judge)}
         """The judges among the functions."""
         held_out = [place in self.judges and self.judges[place].held_out for place in range(len(names))]
         # A score that is held out does not make an episode one that something rewards.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,6 @@ class Draw:
     rows: list[int] | None = None
     """Indices of dataset rows."""
     environments: list[str] | None = None
-
-
-@dataclass
-class _Seen:
-    """Groups that a generation batch played: name of each one's task, and whether it was a zero-advantage group."""
-
-    names: list[str | None] = field(default_factory=list)
-    zero: list[bool] = field(default_factory=list)
 
 
 def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> TaskPool | None:
@@ -152,7 +144,8 @@ class TaskSampling:
         self.adaptive = args.task_sampling == "adaptive"
         size = pool.size if pool is not None and self.adaptive else 0
         self._informative, self._observed = np.zeros(size), np.zeros(size)
-        self._seen = _Seen()
+        self._played, self._zero = Counter[str | None](), Counter[str | None]()
+        """Groups of the generation batch, and zero-advantage groups among them, by the name of their task."""
 
     @property
     def weights(self) -> np.ndarray:
@@ -193,8 +186,8 @@ class TaskSampling:
             names: The name of each one's task; None without a name.
             zero: Whether each is a zero-advantage group.
         """
-        self._seen.names += names
-        self._seen.zero += zero
+        self._played.update(names)
+        self._zero.update(name for name, none in zip(names, zero, strict=True) if none)
         if self.adaptive and tasks is not None:
             for task, none in zip(tasks, zero, strict=True):
                 self._informative[task] = self._informative[task] * _DECAY + (not none)
@@ -217,13 +210,11 @@ class TaskSampling:
             number of equally likely tasks that would be drawn as unevenly (the inverse of the sum of squared probabilities)
             over the number of tasks.
         """
-        seen, self._seen = self._seen, _Seen()
-        played = Counter(seen.names)
+        played, without, self._played, self._zero = self._played, self._zero, Counter(), Counter()
         metrics: dict[str, float] = {}
         if None not in played and len(played) <= _LOGGED:
-            without = Counter(name for name, none in zip(seen.names, seen.zero) if none)
             for name in sorted(name for name in played if name is not None):
-                metrics[f"tasks/{name}/share"] = played[name] / len(seen.names)
+                metrics[f"tasks/{name}/share"] = played[name] / played.total()
                 metrics[f"tasks/{name}/zero_advantage"] = without[name] / played[name]
         if self.adaptive and self._pool is not None:
             weights = self.weights

@@ -37,6 +37,7 @@ from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.imports import nearest
+from agile_trainers.step.reward import listed_functions
 
 _ROWS = (
     "one of the package datasets, made by Dataset.from_list(rows), Dataset.from_pandas(frame) or "
@@ -218,8 +219,7 @@ def check_reward_functions(reward_funcs: Any) -> None:
         TypeError: For anything else, such as a configuration in the place of the second argument.
         ValueError: For the name of a reward model that cannot be found.
     """
-    several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    for function in several if reward_funcs is not None else []:
+    for function in listed_functions(reward_funcs):
         if isinstance(function, str):
             near = nearest(function, [name for name in dir(rewards) if name.endswith("_reward")], count=1, cutoff=0.4)
             try:

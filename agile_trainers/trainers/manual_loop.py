@@ -45,7 +45,8 @@ class Updates:
 
     def __init__(self, trainer: MultiTurnTrainer):
         self._trainer = trainer
-        self._beginning = False
+        self.is_beginning = False
+        """True while :meth:`start` runs ``Trainer.train``."""
         self._epoch: dict[str, Any] | None = None
         """Arguments of ``_run_epoch``, while a run is open."""
         self._resources = ExitStack()
@@ -81,7 +82,7 @@ class Updates:
         if self.is_open:
             raise RuntimeError("start() was called in the middle of a run. Call finish() first.")
         self._per_update()
-        trainer, self._beginning = self._trainer, True
+        trainer, self.is_beginning = self._trainer, True
         try:
             trainer.train(resume_from_checkpoint)
         except _Begun:
@@ -90,7 +91,7 @@ class Updates:
             self.close()
             raise
         finally:
-            self._beginning = False
+            self.is_beginning = False
         if self.is_open:
             self._meter = _Meter()
             self._finish_batch()
@@ -101,16 +102,11 @@ class Updates:
 
     def intercept(self, arguments: dict[str, Any]) -> None:
         """Exit ``Trainer.train`` before its first epoch if :meth:`start` called it; see ``_run_epoch``."""
-        if self._beginning:
+        if self.is_beginning:
             self._epoch = arguments
             self._micro_steps = arguments["steps_trained_in_current_epoch"]
             self._batches = self._drawn(arguments)
             raise _Begun
-
-    @property
-    def is_beginning(self) -> bool:
-        """True while :meth:`start` runs ``Trainer.train``."""
-        return self._beginning
 
     def finish(self) -> None:
         """End a run of :meth:`update` before ``max_steps``, as ``train()`` ends: best model, callbacks, pushes.

@@ -47,6 +47,7 @@ from agile_trainers.monitor.nonfinite import StepGuard
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.packing.kept_head import KeptHead
 from agile_trainers.packing.packer import Packer, PackingState
+from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens, probe_environment
@@ -67,7 +68,7 @@ from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs
 from agile_trainers.step.loss import DemonstrationLoss
-from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts
+from agile_trainers.step.play import EpisodeRunner, GroupRollouts
 from agile_trainers.step.reward import Rewards, add_return_reward
 from agile_trainers.step.successes import Successes
 from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
@@ -91,15 +92,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class RunSetup:
     """The checked and completed arguments of a run of episodes, and the pool of its environments."""
 
-    args: MultiTurnConfig
-    peft_config: Any
-    train_dataset: Any
-    """The data set that paces training; empty rows where the user gave none."""
-    eval_dataset: Any
-    """A data set that ``Trainer`` requires; :attr:`eval_rows` are played."""
-    reward_funcs: list[Any]
-    """The episode return, followed by the user's functions."""
-    reward_processing_classes: list[Any]
+    arguments: dict[str, Any]
+    """The arguments of the trainer that were completed, by name. ``train_dataset`` paces training, and has empty rows where
+    the user gave none; ``eval_dataset`` is one that ``Trainer`` requires, and :attr:`eval_rows` are played; the first of
+    ``reward_funcs`` is the episode return."""
     rows_are_options: bool
     """True if ``reset`` gets the rows of ``train_dataset``."""
     eval_rows: Any
@@ -112,12 +108,6 @@ class RunSetup:
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult | None]
     """The first observation of each environment; None for an agent."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the trainer that were completed, by name."""
-        names = ("args", "peft_config", "train_dataset", "eval_dataset", "reward_funcs", "reward_processing_classes")
-        return {name: getattr(self, name) for name in names}
 
 
 def closed_on_error(init: _Method) -> _Method:
@@ -225,13 +215,15 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     if args.vllm_server_start:  # the GPUs that this process leaves are the server's
         args._n_gpu = min(args.n_gpu, 1)
     return RunSetup(
-        args=args,
-        peft_config=peft_config,
-        train_dataset=rows,
-        # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
-        eval_dataset=rows if eval_rows is None and args.eval_strategy != "no" else eval_rows,
-        reward_funcs=functions,
-        reward_processing_classes=classes,
+        arguments={
+            "args": args,
+            "peft_config": peft_config,
+            "train_dataset": rows,
+            # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
+            "eval_dataset": rows if eval_rows is None and args.eval_strategy != "no" else eval_rows,
+            "reward_funcs": functions,
+            "reward_processing_classes": classes,
+        },
         rows_are_options=train_dataset is not None,
         eval_rows=eval_rows,
         mixture=mixture,
@@ -401,10 +393,9 @@ def _make_step(
     runner = EpisodeRunner(engine, sampler)
     rewards = Rewards(
         seam.calculate_rewards, trainer.reward_func_names, trainer.reward_weights, accelerator, seam.pending_metrics,
-        seam.pending_columns, setup.reward_funcs,
+        seam.pending_columns, setup.arguments["reward_funcs"],
     )  # fmt: skip
-    per_sequence = args.importance_sampling_level == "sequence"
-    credit = CreditAssignment(trainer.assign_credit, args, accelerator, per_sequence=per_sequence)
+    credit = CreditAssignment(trainer.assign_credit, args, accelerator)
     snapshots = Snapshots(lambda: accelerator.unwrap_model(trainer.model)) if args.batches_ahead else None
     tasks = TaskSampling(args, setup.tasks, args.generation_batch_size // args.num_generations)
     draws = EpisodeDraws(
@@ -419,10 +410,12 @@ def _make_step(
             args.batches_ahead, engine, sampler, snapshots, lambda index: draws.batch_of(order.of(index), index)
         )
         closing.callback(ahead.close)
-    end_token = trainer.eos_token_ids[0]
-    collator = Collator(seam.tokenizer.pad_token_id, end_token, trainer.pad_to_multiple_of, accelerator.device, encode)
+    collated = partial(
+        collate, pad_token_id=seam.tokenizer.pad_token_id, end_token_id=trainer.eos_token_ids[0],
+        pad_to_multiple_of=trainer.pad_to_multiple_of, device=accelerator.device, encode=encode,
+    )  # fmt: skip
     successes = _kept_successes(args, setup, accelerator, shows_images=encode is not None)
-    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collator, credit, ahead, successes)
+    rollouts = GroupRollouts(args, accelerator, draws, runner, rewards, collated, credit, ahead, successes)
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
     if args.has_critic:
@@ -433,14 +426,12 @@ def _make_step(
         critic.unfreeze(policy)
     # Of a loss of one's own the other terms are not known.
     skips = args.skip_zero_advantage is True if trainer.loss is not None else skips_zero_advantage(args)
-    teacher, demonstrated, has_own = None, None, trainer.loss is not None
-    if args.demonstrations is not None or args.replay_successes:
-        demonstrated = DemonstrationLoss(args, accelerator, own_loss=has_own)
-    if taught:
-        teacher = Teacher(
-            args, accelerator, seam.token_log_probs, packer, taught,
-            state=lambda: trainer.state, render=engine.chat.before, own_loss=has_own,
-        )  # fmt: skip
+    has_own, shown = trainer.loss is not None, args.demonstrations is not None or args.replay_successes
+    demonstrated = DemonstrationLoss(args, accelerator, own_loss=has_own) if shown else None
+    teacher = None if not taught else Teacher(
+        args, accelerator, seam.token_log_probs, packer, taught,
+        state=lambda: trainer.state, render=engine.chat.before, own_loss=has_own,
+    )  # fmt: skip
     batches = BatchMaker(
         args, accelerator, passes, credit, critic, snapshots, teacher, demonstrated, seam.add_metrics,
         skips_zero_advantage=skips and not (trainer.loss is None and trainer.aux_loss_enabled),

@@ -43,7 +43,7 @@ from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import KEPT, Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
-from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
+from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, paths_of, read_inputs
 from agile_trainers.trainers import setup as construction
 from agile_trainers.trainers.arguments import (
     check_argument_names,
@@ -593,7 +593,7 @@ class MultiTurnTrainer(_Trainer):
         """Compute as TRL does, of the tokens ``scored`` (B, T), reading ``paths`` and ``images``, over the sets ``kept``."""
         handed, values, taught = self._loss_pass, None, None
         if handed is not None:
-            scored, paths, kept = handed.batch.scored, handed.batch.paths, kept_of(handed.inputs)
+            scored, paths, kept = handed.batch.scored, paths_of(handed.inputs), kept_of(handed.inputs)
             images = batch_images(handed.inputs)
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
             taught = handed.taught

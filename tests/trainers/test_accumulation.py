@@ -12,7 +12,7 @@ from games import make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
-from agile_trainers.train_batch import column_of, lengths_of
+from agile_trainers.train_batch import TrainBatch, lengths_of
 
 
 class Steps(TrainerCallback):
@@ -124,7 +124,7 @@ def test_the_value_loss_is_the_mean_over_the_turns_of_its_update(embedded_model,
     steps.watch(trainer)
     assert steps.episodes == ([8, 4, 8, 4] if rows else [8] * 4)
     for micro_batches in steps.micro_batches:
-        turns = sum(column_of(batch, "value_weights").sum() for batch in micro_batches)
+        turns = sum(TrainBatch.from_trl(batch).column("value_weights").sum() for batch in micro_batches)
         assert all(batch["turns_in_step"] == turns for batch in micro_batches[-1:])
     for entry in trainer.state.log_history[:4]:
         assert entry["loss"] == pytest.approx(entry["policy/loss"] + 0.3 * entry["value/loss"], rel=1e-4, abs=1e-6)

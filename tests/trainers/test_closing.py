@@ -104,14 +104,15 @@ def test_a_closed_trainer_says_so_and_can_be_saved(embedded_model: Path, tmp_pat
     make_trainer(embedded_model, tmp_path).train()  # the folder is locked no longer
 
 
-@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("reason", ["nowhere", "not found in the base model", "trained whole"])
 def test_a_trainer_that_fails_holds_nothing(
-    embedded_model: Path, tmp_path: Path, before: dict[str, int], loads: bool
+    embedded_model: Path, tmp_path: Path, before: dict[str, int], reason: str
 ) -> None:
-    """Also while its error, and with it the half-made trainer, is there."""
-    model = embedded_model if loads else tmp_path / "nowhere"
-    with pytest.raises((ValueError, OSError), match="trained whole" if loads else "nowhere") as caught:
-        make_trainer(model, tmp_path, lora=False, environment_processes=2, batches_ahead=1)
+    """Before it has environments, while TRL loads the model, and among its parts; the error holds what was made of it."""
+    model = tmp_path / "nowhere" if reason == "nowhere" else embedded_model
+    lora = {"target_modules": ["other"]} if reason == "not found in the base model" else False
+    with pytest.raises((ValueError, OSError), match=reason) as caught:
+        make_trainer(model, tmp_path, lora=lora, environment_processes=2, batches_ahead=1)
     left_as(before, OUTSIDE)
     assert caught.tb is not None
 

@@ -75,7 +75,7 @@ def test_a_snapshot_that_plays_in_place_of_another(
         monkeypatch.setitem(snapshots.weights, -1, kept[version - 1])
         return snapshots.holding(-1)
 
-    ahead._versions = type(ahead._versions)(ahead._version_of, ahead._playing, another)
+    ahead._versions = type(ahead._versions)(ahead._version.__getitem__, ahead._playing, another)
     with pytest.raises(SamplerMismatchError, match=CAUSES[name]):
         trainer.train()
     assert trainer.state.global_step == (3 if name == "late" else 0)

@@ -21,6 +21,7 @@ from path_episodes import (
 from ppo_games import make_ppo, wake
 
 from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.train_batch import paths_of
 from agile_trainers.types import StopReason, path_nodes
 
 
@@ -305,7 +306,7 @@ def test_an_episode_that_does_not_fit_into_memory_is_divided(embedded_model, tmp
     plain, failures = type(trainer).__mro__[2]._get_per_token_logps_and_entropies, []
 
     def short_of_memory(self, model, ids, *args, **kwargs):
-        several = self._loss_pass is not None and len(self._loss_pass.batch.paths.ids) > 1
+        several = self._loss_pass is not None and len(paths_of(self._loss_pass.inputs).ids) > 1
         if several and len(failures) <= fails_at:
             failures.append(1)
             raise torch.OutOfMemoryError("simulated")
