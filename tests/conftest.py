@@ -18,6 +18,8 @@ import left_files
 import missing_programs
 import pytest
 
+gc.set_threshold(20_000)  # else Python looks for garbage a hundred times while a model is loaded
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread on tiny tensors costs ten times what it brings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

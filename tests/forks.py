@@ -33,7 +33,7 @@ from filelock import FileLock
 
 LIBRARIES = (
     "torch.distributed", "datasets", "transformers.trainer", "peft", "accelerate", "trl.trainer.grpo_trainer",
-    "matplotlib.backends.backend_agg", "agile_trainers.algorithms.grpo", "agile_trainers.evaluation.policy",
+    "matplotlib.backends.backend_agg", "agile_trainers.trainers.algorithms", "agile_trainers.evaluation.policy",
 )  # fmt: skip
 
 ADDRESS = Path(os.environ.get("TESTS_FORKS") or f"{tempfile.gettempdir()}/forks-{os.getpid()}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from copy import deepcopy
 from dataclasses import astuple, replace
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from accelerate.utils import other
+from accelerate.utils import memory, other
+from accelerate.utils.imports import is_cuda_available
 from torch import nn
 from transformers import PretrainedConfig, StopStringCriteria
 
@@ -22,6 +25,8 @@ def make_quick() -> None:
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
     _trace_equal_steps_once()
+    if not (is_cuda_available() or find_spec("vllm")):  # there, garbage may hold a GPU's memory, or an engine's
+        _collect_garbage_before_each_tenth_run()
     # Each configuration that is read from a folder is written as JSON for a log of a level that is off.
     PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
@@ -69,3 +74,13 @@ def _trace_equal_steps_once() -> None:
         return deepcopy(steps[key])
 
     memory_plan.trace_step = traced
+
+
+def _collect_garbage_before_each_tenth_run() -> None:
+    """Accelerate looks through all objects before each training, for a tenth of the time of a step."""
+    clear, runs = memory.clear_device_cache, itertools.count(1)
+
+    def cleared(garbage_collection: bool = False) -> None:
+        clear(garbage_collection and next(runs) % 10 == 0)
+
+    memory.clear_device_cache = cleared

@@ -106,11 +106,11 @@ def gathering(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("labels", [True, False])
 def test_calls_at_once_are_sampled_alike_in_any_order_of_arrival(gathering: Any, labels: bool) -> None:
-    """Eight calls under forty shuffled delays: what the update reads is the same to the bit."""
+    """Eight calls under fifteen shuffled delays: what the update reads is the same to the bit."""
     tokenizer = gathering.processing_class
     say = scripted(tokenizer.eos_token_id, tokenizer.encode("aeiou0123456789 again start"))
     seen = []
-    for seed in range(40):
+    for seed in range(15):
         gathering.agent.solve = Gathers(shuffled(seed), labels=labels)
         late = random.Random(seed)
         generator = ScriptedGenerator(say, latency=lambda request, late=late: late.randrange(1, 5))  # type: ignore[misc]

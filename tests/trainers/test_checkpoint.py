@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
 import signal
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,39 +97,35 @@ def test_the_diagnosis_goes_on(embedded_model, tmp_path):
 # ------------------------------------------------------------------------------------------------------- interrupted saves
 
 
-_hooks: list[Any] = []
-
-
-@functools.cache
-def _hear_events() -> None:
-    """Pass what Python does to the hooks, from now on: nothing ends it, and every later test of the process pays for it."""
-
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        for hook in _hooks:
-            hook(event, arguments)
-
-    sys.addaudithook(hear)
-
-
 @contextmanager
 def snapshots(run: Path, to: Path) -> Iterator[list[Path]]:
-    """Copies of a folder as each file in it is opened, renamed or removed: what a kill at that moment would leave."""
+    """Copies of a folder as each file in it is opened, renamed or removed: what a kill at that moment would leave.
+
+    Not by ``sys.addaudithook``, which nothing ends: every later test of the process would pay for it.
+    """
     taken: list[Path] = []
-    events = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+    copying = threading.Lock()
 
-    def take(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in events or not str(arguments[0]).startswith(str(run)):
-            return
-        hooks, _hooks[:] = list(_hooks), []
-        taken.append(Path(shutil.copytree(run, to / str(len(taken)))))
-        _hooks[:] = hooks
+    def first(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def take(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(run)) and copying.acquire(blocking=False):
+                try:
+                    taken.append(Path(shutil.copytree(run, to / str(len(taken)))))
+                finally:
+                    copying.release()
+            return function(path, *args, **kwargs)
 
-    _hear_events()
-    _hooks.append(take)
-    try:
+        return take
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in (
+            (os, ("open", "rename", "replace", "remove", "unlink", "rmdir", "mkdir")), (io, ("open",)),
+            (builtins, ("open",)), (shutil, ("rmtree",)),
+        ):  # fmt: skip
+            for name in names:
+                patch.setattr(module, name, first(getattr(module, name)))
         yield taken
-    finally:
-        _hooks.remove(take)
 
 
 class Watch(TrainerCallback):

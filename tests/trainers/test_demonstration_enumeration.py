@@ -8,10 +8,10 @@ plain Python, and autograd.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -70,17 +70,29 @@ def expected_credit(layout: str, supervised: bool) -> tuple[torch.Tensor, torch.
     return ours, theirs
 
 
-def trained_credit(
-    trainer: Any, world: Stopping, demonstrations: list[Trajectory]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the trainer's own credit, a batch of all groups."""
-    count, own = len(world.episodes), probabilities(world).detach()
-    every = list(itertools.product(range(count), repeat=3))
-    episodes = [one for i, j, d in every for one in (world.episodes[i], world.episodes[j], demonstrations[d])]
-    judged = trainer.batches._credit.judge(collate(episodes, pad_token_id=0, end_token_id=END))
-    found = trainer.batches._credit.finish(judged).advantages.double().view(count, count, count, 3, -1)
-    credit = demonstration_credit(found[..., 2, :], trainer.args.demonstration_loss)
-    theirs = torch.einsum("i,j,ijdk->dk", own, own, credit)
+@pytest.fixture(scope="module")
+def advantages_of(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], torch.Tensor]:
+    """What the trainer's own credit makes of a layout, a batch of all groups: (N, N, N, 3, K). No treatment changes it."""
+
+    @cache
+    def judged(layout: str) -> torch.Tensor:
+        world = rewarded(PAID_LAYOUTS[layout])
+        demonstrations = shown(world, taken(world, world.log_softmax(policy(1, 1.0))).detach())
+        trainer = grpo(embedded_model, tmp_path_factory.mktemp("groups"), 3, demonstrations="experts:hums")
+        count = len(world.episodes)
+        every = itertools.product(range(count), repeat=3)
+        episodes = [one for i, j, d in every for one in (world.episodes[i], world.episodes[j], demonstrations[d])]
+        credit = trainer.batches._credit
+        found = credit.finish(credit.judge(collate(episodes, pad_token_id=0, end_token_id=END))).advantages
+        return found.double().view(count, count, count, 3, -1)
+
+    return judged
+
+
+def trained_credit(world: Stopping, found: torch.Tensor, treatment: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from the trainer's advantages of all groups."""
+    own = probabilities(world).detach()
+    theirs = torch.einsum("i,j,ijdk->dk", own, own, demonstration_credit(found[..., 2, :], treatment))
     # Own advantages do not depend on the demonstration beside them.
     assert (found[:, :, :1, :2] - found[..., :2, :]).abs().max() == 0.0
     return torch.einsum("j,ijk->ik", own, found[:, :, 0, 0]), theirs
@@ -88,7 +100,9 @@ def trained_credit(
 
 @pytest.mark.parametrize("layout", PAID_LAYOUTS)
 @pytest.mark.parametrize("treatment", [*TREATMENTS, "unknown"])
-def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Path, treatment: str, layout: str) -> None:
+def test_the_gradient_is_that_of_the_formula(
+    embedded_model: Path, tmp_path: Path, advantages_of: Callable[[str], torch.Tensor], treatment: str, layout: str
+) -> None:
     known = treatment != "unknown"
     treatment = treatment if known else WEIGHTED
     world, coefficient = rewarded(PAID_LAYOUTS[layout]), 0.7
@@ -102,7 +116,7 @@ def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Pat
     trainer.packer._forwards |= {id(world.model): forward_of(world.model, 1.0)}
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    credits = trained_credit(trainer, world, demonstrations)
+    credits = trained_credit(world, advantages_of(layout), treatment)
     by_hand = expected_credit(layout, treatment == SFT)
     for one, other in zip(credits, by_hand, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -76,12 +76,12 @@ def model(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def ours(model: Path, folder: Path, **arguments: Any) -> MultiTurnGRPOTrainer:
+def ours(model: Path, folder: Path, max_new_tokens: int = 300, **arguments: Any) -> MultiTurnGRPOTrainer:
     return MultiTurnGRPOTrainer(
         model=str(model),
         environment=trl_environment(tools=[multiply], reward_funcs=[correct, called]),
         train_dataset=ROWS,
-        args=MultiTurnGRPOConfig(**settings(folder, max_turns=4, max_new_tokens=300, stop_strings=None)),
+        args=MultiTurnGRPOConfig(**settings(folder, max_turns=4, max_new_tokens=max_new_tokens, stop_strings=None)),
         **arguments,
     )
 
@@ -135,7 +135,7 @@ def test_rewards_of_scripted_answers_are_those_of_trl(model: Path, tmp_path: Pat
 
 
 def test_the_moved_script_trains(model: Path, tmp_path: Path) -> None:
-    trainer = ours(model, tmp_path)
+    trainer = ours(model, tmp_path, max_new_tokens=24)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     assert any(not parameter.equal(before[name]) for name, parameter in trainer.model.named_parameters())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from accelerate import Accelerator
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, check_resumed, weights
 from datasets import Dataset
 from enumerated import grpo, relative_error
-from five_tokens import END, PAID_LAYOUTS, forward_of, probabilities, rewarded, taken
+from five_tokens import END, PAID_LAYOUTS, Stopping, forward_of, probabilities, rewarded, taken
 from games import Chatter, Lucky, make_trainer
 from recorded import recorded
 
@@ -246,9 +248,9 @@ def test_a_lost_start_is_learned_again(embedded_model, tmp_path) -> None:
     first.train()
     kept = first.rollouts.successes.state()
     assert len(kept) == 2
-    for count in (8, 0):
+    for count, steps in ((8, 12), (0, 2)):
         trainer = make(
-            embedded_model, tmp_path / str(count), environment=Never, max_steps=12, replay_successes=count,
+            embedded_model, tmp_path / str(count), environment=Never, max_steps=steps, replay_successes=count,
             optim="adamw_torch", learning_rate=3e-3,
         )  # fmt: skip
         if count:
@@ -334,39 +336,62 @@ def test_by_hand_the_caller_plays(embedded_model, tmp_path) -> None:
 # --------------------------------------------------------------------------------------------------------- enumeration
 
 
+def kept_one(layout: str) -> tuple[Stopping, int, torch.Tensor, Trajectory]:
+    """All episodes; which of them is kept, of the highest return; its log-probabilities where another policy played it."""
+    world = rewarded(PAID_LAYOUTS[layout])
+    returns = [one.episode_return for one in world.episodes]
+    for one, paid in zip(world.episodes, returns, strict=True):
+        one.options, one.turns[-1].info = {"number": 0}, {"success": paid > 0}
+    chosen = max(range(len(returns)), key=lambda one: (returns[one], one))
+    log_q = (taken(world, world.log_softmax(world.model)).detach() * 0.5)[chosen]
+    source = kept_episode(episode_json(world.episodes[chosen]))
+    source.sampling_logprobs = log_q.tolist()[: len(source.completion_ids)]
+    return world, chosen, log_q, source
+
+
+@pytest.fixture(scope="module")
+def advantages_of(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], torch.Tensor]:
+    """The trainer's (N, N, N, 3, K) in all groups of a layout, whose last one is replaced. No treatment changes them."""
+
+    @functools.cache
+    def judged(layout: str) -> torch.Tensor:
+        world, _, _, source = kept_one(layout)
+        kept = successes(members=3)
+        source.demonstration = False
+        exchange(kept, source, *(episode("", False) for _ in range(2)))
+        count = len(world.episodes)
+        episodes = [world.episodes[one] for group in itertools.product(range(count), repeat=3) for one in group]
+        found = exchange(kept, *episodes)
+        trained = [found.episodes.get(place, one) for place, one in enumerate(episodes)]
+        folder = tmp_path_factory.mktemp("groups")
+        credit = grpo(embedded_model, folder, 3, replay_successes=4, train_dataset=ROWS).batches._credit
+        judged = credit.judge(collate(trained, pad_token_id=0, end_token_id=END))
+        return credit.finish(judged).advantages.double().view(count, count, count, 3, -1)
+
+    return judged
+
+
 @pytest.mark.parametrize(
     ("treatment", "layout"),
     [*((WEIGHTED, layout) for layout in PAID_LAYOUTS), *((one, "two turns") for one in TREATMENTS if one != WEIGHTED)],
 )
-def test_the_gradient_is_that_of_the_formula(embedded_model: Path, tmp_path: Path, treatment: str, layout: str) -> None:
+def test_the_gradient_is_that_of_the_formula(
+    embedded_model: Path, tmp_path: Path, advantages_of: Callable[[str], torch.Tensor], treatment: str, layout: str
+) -> None:
     """Over *all* groups of three own episodes, each likely as the policy makes it; those that fail get the kept one.
 
     The expectation is by plain Python: in a group of returns that differ, each minus their mean; in one that fails, the kept
     return minus the mean of two failures and itself. The kept one was played by another policy.
     """
-    world, coefficient = rewarded(PAID_LAYOUTS[layout]), 0.7
-    returns = [one.episode_return for one in world.episodes]
+    world, chosen, log_q, source = kept_one(layout)
+    coefficient, returns = 0.7, [one.episode_return for one in world.episodes]
     p, count = probabilities(world).detach(), len(world.episodes)
-    for one, paid in zip(world.episodes, returns, strict=True):
-        one.options, one.turns[-1].info = {"number": 0}, {"success": paid > 0}
-    chosen = max(range(count), key=lambda one: (returns[one], one))
-    log_q = (taken(world, world.log_softmax(world.model)).detach() * 0.5)[chosen]
-    source = kept_episode(episode_json(world.episodes[chosen]))
-    source.sampling_logprobs = log_q.tolist()[: len(source.completion_ids)]
-
-    kept = successes(members=3)
-    source.demonstration = False
-    exchange(kept, source, *(episode("", False) for _ in range(2)))
     every = list(itertools.product(range(count), repeat=3))
-    episodes = [world.episodes[one] for group in every for one in group]
-    found = exchange(kept, *episodes)
-    trained = [found.episodes.get(place, one) for place, one in enumerate(episodes)]
+    advantages = advantages_of(layout)
     trainer = grpo(
         embedded_model, tmp_path, 3, sequence_packing="prefix", demonstration_loss=treatment,
         demonstration_coef=coefficient, replay_successes=4, train_dataset=ROWS,
     )  # fmt: skip
-    judged = trainer.batches._credit.judge(collate(trained, pad_token_id=0, end_token_id=END))
-    advantages = trainer.batches._credit.finish(judged).advantages.double().view(count, count, count, 3, -1)
     weight = torch.einsum("i,j,k->ijk", p, p, p)
     fails = torch.tensor([not any(returns[one] for one in group) for group in every]).view(count, count, count)
     last = torch.where(fails[..., None], 0.0, advantages[..., 2, :])

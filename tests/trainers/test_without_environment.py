@@ -101,6 +101,7 @@ def test_tools_still_work(embedded_model, tmp_path, monkeypatch):
         if "tool_response" not in tokenizer.decode(prompt_ids[0]):
             return [list(call_ids) for _ in prompt_ids], None
         seen.append(tokenizer.decode(prompt_ids[0]))
+        self.generation_config.max_new_tokens = 8  # not as many as the call has
         return original(self, prompt_ids, *args, **kwargs)
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", scripted)
