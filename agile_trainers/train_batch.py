@@ -353,16 +353,19 @@ def exchange_rows(
 ) -> list[Batch]:
     """Exchange rows between the micro-batches of one accumulation window so that each holds rows that belong together.
 
-    The window's gradient is a sum over its rows, so only the padding changes, and what is shared. (``loss_type="bnpo"`` and
-    the entropy bonus normalize per micro-batch, whose rows are arbitrary anyway.)
+    The window's gradient is a sum over its rows, so only the padding changes, and what is shared. What compares the tokens of
+    a micro-batch would compare those of one length, with which rewards may go: it keeps TRL's random rows. (An entropy bonus
+    is the mean of the micro-batches' means, in which tokens of short rows then weigh more.)
 
     Args:
         micro_batches: In the order of the updates, in TRL's form.
-        args: A ``MultiTurnConfig``; nothing is exchanged where a window ends inside a generation batch.
+        args: A ``MultiTurnConfig``; nothing is exchanged where a window ends inside a generation batch, nor with
+            ``loss_type="bnpo"``, ``top_entropy_quantile`` and ``use_adaptive_entropy``.
         order_of: Returns the order of the rows of a window. Default: by length.
     """
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-    if steps % accumulation and accumulation % steps:
+    compared = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or args.use_adaptive_entropy
+    if compared or (steps % accumulation and accumulation % steps):
         return micro_batches
     window, ordered = min(steps, accumulation), list[Batch]()
     for start in range(0, len(micro_batches), window):

@@ -443,8 +443,8 @@ class TurnBatch:
     prompt+completion coordinates (column P-1 is the last prompt token), or columns of :attr:`path_ids`. Entry ``n`` of an
     episode of ``n`` turns is its final state (its last token, that of the last turn's path); later entries repeat it and
     have no meaning."""
-    truncated: torch.Tensor
-    """(B,) bool, True if a limit ended the episode."""
+    cut: torch.Tensor
+    """(B,) bool, True if a limit ended the episode or its last answer, :attr:`Trajectory.clipped`."""
     unfinished: torch.Tensor
     """(B,) bool, True if a limit ended the episode and the environment did not reward its end: a critic then estimates what
     is left of it."""

@@ -324,6 +324,19 @@ MUTATIONS = [
         'opcode.name in ("MEMOIZE", "FRAME")', 'opcode.name == "MEMOIZE"', "tests/rollout/test_processes.py",
     ),
     Mutation(
+        "an answer that ran out of tokens is not cut", "rollout/collate.py",
+        "trajectory.clipped for", "trajectory.stop_reason.truncated for", "tests/rollout/test_collate.py -k ran_out",
+    ),
+    Mutation(
+        "tokens are compared with those of rows of their length", "train_batch.py",
+        "if compared or (", "if (", "tests/trainers/test_accumulation.py -k compares",
+    ),
+    Mutation(
+        "an update of several batches reads them four times", "config/multi_turn.py",
+        "self.steps_per_generation < self.gradient_accumulation_steps", "False",
+        "tests/trainers/test_batch_defaults.py -k several_batches",
+    ),
+    Mutation(
         "what the environment rewarded at a limit is estimated again", "rollout/collate.py",
         "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
     ),
@@ -1097,7 +1110,7 @@ MUTATIONS = [
     Mutation(
         "rewards are weighted by trained tokens alone", "step/log_probs.py",
         "log_ratio, batch.valid_mask, batch.turn_ids",
-        "log_ratio, batch.valid_mask & ~batch.truncated[:, None], batch.turn_ids",
+        "log_ratio, batch.valid_mask & ~batch.cut[:, None], batch.turn_ids",
         f"{DRIFT_OPTIONS} -k without_loss",
     ),
     Mutation(

@@ -174,15 +174,26 @@ def tool_calls(namespace: dict[str, Any]) -> list[float]:
     return [answers_to(namespace["trainer"].environment(), call % by, "Done.") for by in (1, 2)]
 
 
+def counts(namespace: dict[str, Any]) -> list[float]:
+    """By the function of the trainer, which reads the objects of the episodes."""
+    played = [namespace["trainer"].environment() for _ in range(2)]
+    for by, environment in enumerate(played, start=1):
+        answers_to(environment, '<tool_call>{"name": "increment", "arguments": {"by": %d}}</tool_call>' % by, "Done.")
+    return namespace["reached"]([environment.object for environment in played])
+
+
 def products(namespace: dict[str, Any]) -> list[float]:
     environment, row = namespace["trainer"].environment(), namespace["rows"][0]
     asked = environment.reset(seed=0, options=row)[0][-1]["content"]
     assert asked == row["prompt"] == "What is 11 times 11?"
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 11, "b": 11}}</tool_call>'
     assert "121" in environment.step(call)[0]
-    right = environment.step("It is 121.")[1]
-    environment.reset(seed=0, options=row)
-    return [environment.step("It is 120.")[1], right]
+    said = list[list[dict[str, Any]]]()
+    for answer in ("It is 120.", "It is 121."):
+        environment.reset(seed=0, options=row)
+        environment.step(answer)
+        said.append(environment.completion)
+    return namespace["correct"](said, [row["product"]] * 2)
 
 
 def conversions(namespace: dict[str, Any]) -> list[float]:
@@ -242,7 +253,7 @@ EARNED = {
     "docs/teacher.md": [GUESS, GUESS, GUESS],
     "docs/demonstrations.md": [GUESS],
     "docs/reasoning.md": [ideal_answers],
-    "docs/trl.md": [tool_calls, products],
+    "docs/trl.md": [counts, products],
     "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],
     "docs/agilerl_scripts.md": [sums, two_and_two],

@@ -85,7 +85,15 @@ def unlikely_to_learn(args: Any, *, adapter: bool) -> list[str]:
             f"learning_rate={args.learning_rate} hardly moves an adapter: {TRL_LEARNING_RATE} is a rate for whole models. "
             f"Leave learning_rate unset ({LORA_LEARNING_RATE}), or set a larger one."
         )
-    episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    parts = args.gradient_accumulation_steps
+    different = min(parts, max(args.steps_per_generation, parts // args.num_iterations))
+    episodes = args.per_device_train_batch_size * different * args.world_size
+    if different < parts:
+        found.append(
+            f"An update reads its {episodes} episodes {parts / different:g} times at the same weights: it has "
+            f"gradient_accumulation_steps={parts} micro-batches, and a generation batch steps_per_generation="
+            f"{args.steps_per_generation}. Set num_iterations={args.num_iterations} to 1, or raise steps_per_generation."
+        )
     if episodes < max(2 * args.num_generations, FEWEST):
         group = "" if args.groupless else f" in groups of {args.num_generations}"
         found.append(

@@ -80,7 +80,8 @@ class MultiTurnConfig(GRPOConfig):
     num_iterations: int = option(
         None,
         "Updates of each generation batch, which `max_steps` counts; each reads all episodes once. Default: 4 with GRPO "
-        "and PPO in an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise 1.",
+        "and PPO in an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise, and where an update takes "
+        "several generation batches, 1.",
     )
     gradient_accumulation_steps: int | None = option(
         None,
@@ -481,6 +482,8 @@ class MultiTurnConfig(GRPOConfig):
                 "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
         args = copy.copy(self)
+        if self._iterations_are_ours and self.steps_per_generation < self.gradient_accumulation_steps:
+            args.num_iterations = 1  # the passes would be one update, which reads the same episodes again
         if args.vllm_importance_sampling_correction is None:
             penalized = self.use_vllm or self.repetition_penalty != 1.0
             args.vllm_importance_sampling_correction = penalized and not self.batches_ahead

@@ -69,7 +69,7 @@ def collate(
         turn_mask=numbers[:-1] < counts,
         # The final state, and before it those of the turns that happened.
         state_positions=width - 1 + torch.where(numbers < counts, starts, completed),
-        truncated=torch.tensor([trajectory.stop_reason.truncated for trajectory in trajectories]),
+        cut=torch.tensor([trajectory.clipped for trajectory in trajectories]),
         unfinished=torch.tensor([it.stop_reason.truncated and it.end_reward is None for it in trajectories]),
         failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
         sampling_logprobs=_padded([it.sampling_logprobs for it in trajectories], length, dtype=np.float32),

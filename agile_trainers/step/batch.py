@@ -61,7 +61,7 @@ def first_pass_is_old_policy(model: Any, first_is_one: bool) -> bool:
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
     """Return (B, T) bool, True on the tokens that enter the loss."""
-    return batch.valid_mask & ~batch.truncated[:, None] if args.mask_truncated_completions else batch.valid_mask
+    return batch.valid_mask & ~batch.cut[:, None] if args.mask_truncated_completions else batch.valid_mask
 
 
 def penalize(batch: TurnBatch, log_probs: BatchLogProbs, args: Any, accelerator: Accelerator) -> dict[str, float]:

@@ -330,7 +330,7 @@ class DemonstrationLoss:
         """
         credit = torch.zeros_like(advantages)
         if batch.demonstrations is not None:
-            left_out = batch.failed | (batch.truncated & bool(self._args.mask_truncated_completions))
+            left_out = batch.failed | (batch.cut & bool(self._args.mask_truncated_completions))
             mask = batch.action_mask & (batch.demonstrations & ~left_out)[:, None]
             credit = demonstration_credit(advantages, self._args.demonstration_loss) * mask
             if self._denominator == "episodes":

@@ -67,7 +67,7 @@ def test_every_field_by_hand() -> None:
         "turn_rewards": [[0.5, -1.0], [2.0, 0.0], [0.0, 0.0]],
         "turn_mask": [[True, True], [True, False], [False, False]],
         "state_positions": [[2, 5, 6], [2, 7, 7], [3, 3, 3]],
-        "truncated": [False, True, False],
+        "cut": [False, True, False],
         "unfinished": [False, True, False],
         "failed": [False, False, True],
         "sampling_logprobs": [[-21 / 8, -22 / 8, 0, -23 / 8, 0], [-3, 0, 0, 0, 0], [0, 0, 0, 0, 0]],
@@ -86,7 +86,7 @@ def test_every_field_by_hand() -> None:
     integers = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "turn_ids", "state_positions")
     for name in integers:
         assert getattr(batch, name).dtype == torch.int64, name
-    for name in ("turn_mask", "truncated", "unfinished", "failed"):
+    for name in ("turn_mask", "cut", "unfinished", "failed"):
         assert getattr(batch, name).dtype == torch.bool, name
     for name in ("turn_rewards", "sampling_logprobs"):
         assert getattr(batch, name).dtype == torch.float32, name
@@ -106,7 +106,15 @@ def test_flags_of_every_stop_reason(stop: StopReason) -> None:
     batch = collate([trajectory([1], [2], [(0, 1)], stop, [0.0])], pad_token_id=PAD, end_token_id=END)
     cut = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL, StopReason.REWRITE_FULL}
     failed = {StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT}
-    assert (batch.truncated.item(), batch.failed.item()) == (stop in cut, stop in failed)
+    assert (batch.cut.item(), batch.failed.item()) == (stop in cut, stop in failed)
+
+
+def test_a_last_answer_that_ran_out_of_tokens_is_cut() -> None:
+    """As in TRL, also where the environment took it for an answer and ended the episode."""
+    episodes = [trajectory([1], [2, 3], [(0, 1), (1, 2)], StopReason.TERMINATED, [0.0, 0.0]) for _ in range(2)]
+    episodes[0].turns[0].finish_reason = episodes[1].turns[1].finish_reason = "length"
+    batch = collate(episodes, pad_token_id=PAD, end_token_id=END)
+    assert batch.cut.tolist() == [False, True] and not batch.unfinished.any()
 
 
 def test_episodes_without_an_action() -> None:
@@ -117,7 +125,7 @@ def test_episodes_without_an_action() -> None:
     assert batch.completion_mask.tolist() == [[1], [1]] and batch.turn_ids.tolist() == [[-1], [-1]]
     assert batch.turn_mask.tolist() == [[False], [False]] and batch.turn_rewards.tolist() == [[0.0], [0.0]]
     assert batch.state_positions.tolist() == [[1, 1], [1, 1]]
-    assert batch.truncated.tolist() == [True, False] and batch.failed.tolist() == [False, True]
+    assert batch.cut.tolist() == [True, False] and batch.failed.tolist() == [False, True]
 
 
 def test_pad_to_multiple_of() -> None:

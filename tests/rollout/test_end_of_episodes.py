@@ -91,7 +91,7 @@ def test_what_the_end_rewarded_is_not_estimated_by_a_critic() -> None:
             return self.what
 
     batch = collate(played(Given, {"what": None}, {"what": 0.0}, {"what": 1.0}), pad_token_id=0, end_token_id=1)
-    assert batch.truncated.tolist() == [True, True, True] and batch.unfinished.tolist() == [True, False, False]
+    assert batch.cut.tolist() == [True, True, True] and batch.unfinished.tolist() == [True, False, False]
 
 
 def test_the_checker_and_the_probe_know_the_hook() -> None:

@@ -131,7 +131,7 @@ def turn_batch(episodes: torch.Tensor) -> TurnBatch:
         turn_rewards=turn_rewards(episodes),
         turn_mask=turns > 0,
         state_positions=torch.zeros(size, 3, dtype=torch.long),
-        truncated=turns[:, 0] < 0,
+        cut=turns[:, 0] < 0,
         unfinished=turns[:, 0] < 0,
         failed=turns[:, 0] < 0,
         sampling_logprobs=torch.zeros(size, 4),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from agile_trainers.cli.train import parse_checked
-from agile_trainers.config.batch_defaults import accumulation, decide_learning_rate
+from agile_trainers.config.batch_defaults import accumulation, decide_learning_rate, unlikely_to_learn
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
@@ -45,6 +45,20 @@ def test_updates_of_a_batch(algorithm: str, tmp_path: Path) -> None:
     if algorithm in ("grpo", "gspo", "cispo"):
         assert args.without_environment().num_iterations == 1
         assert config(output_dir=str(tmp_path), **CPU, num_iterations=4).without_environment().num_iterations == 4
+
+
+@pytest.mark.parametrize("batch", [{"steps_per_generation": 1}, {"generation_batch_size": 16}])
+def test_an_update_of_several_batches_reads_each_episode_once(tmp_path: Path, batch: dict[str, int]) -> None:
+    """Passes over a batch that is smaller than an update would be one update, of the same episodes again."""
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU, gradient_accumulation_steps=8, **batch)
+    assert args.with_environment().num_iterations == 1
+    later = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU)
+    later.gradient_accumulation_steps = 16
+    assert later.with_environment().num_iterations == 1
+    assert not unlikely_to_learn(args.with_environment(), adapter=True)
+    again = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU, gradient_accumulation_steps=8, num_iterations=4, **batch)
+    (finding,) = unlikely_to_learn(again.with_environment(), adapter=True)
+    assert "reads its 16 episodes 4 times" in finding and "num_iterations=4 to 1" in finding
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -57,7 +57,7 @@ def turn_batch(drift: Drift, rows: torch.Tensor) -> TurnBatch:
         turn_rewards=drift.prox.rewards[rows].float(),
         turn_mask=drift.prox.mask[rows],
         state_positions=torch.zeros(size, turns + 1).long(),
-        truncated=nothing,
+        cut=nothing,
         unfinished=nothing,
         failed=nothing,
         sampling_logprobs=tokens,
@@ -292,7 +292,7 @@ def test_rewards_of_episodes_without_loss_are_weighted_too(stepped: Made) -> Non
     plain = one.columns(rows)
     weights = one.judged.turns.weights
     cut = torch.arange(8) % 2 > 0
-    columns = one.columns(rows, truncated=cut)
+    columns = one.columns(rows, cut=cut)
     assert torch.equal(one.judged.turns.weights, weights) and (weights[cut] - 1).abs().max() > 0.1
     assert torch.equal(columns.advantages, plain.advantages) and not columns.counted[cut].any()
 
