@@ -47,7 +47,11 @@ def test_the_adapters_card_compares_with_the_baselines(finished: Finished) -> No
     table = card.partition("## Evaluation")[2].partition("##")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
     rows = {name: success for name, _, success, _ in cells}
-    expected = {"before training": "after SFT", "2": "after RL", **{name: name for name in ("random play", "optimal play")}}
+    expected = {
+        "before training": "after SFT",
+        "2": "after RL",
+        **{name: name for name in ("random play", "optimal play")},
+    }
     assert len(cells) == 4 and rows == {name: f"{scores[key]['eval_success']:.1%}" for name, key in expected.items()}
     assert "mean of the 9 logs" in card and "Dashed lines" in card
     assert (output / "adapter" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")

@@ -176,9 +176,10 @@ def tool_calls(namespace: dict[str, Any]) -> list[float]:
 
 def counts(namespace: dict[str, Any]) -> list[float]:
     """By the function of the trainer, which reads the objects of the episodes."""
+    call = '<tool_call>{"name": "increment", "arguments": {"by": %d}}</tool_call>'
     played = [namespace["trainer"].environment() for _ in range(2)]
     for by, environment in enumerate(played, start=1):
-        answers_to(environment, '<tool_call>{"name": "increment", "arguments": {"by": %d}}</tool_call>' % by, "Done.")
+        answers_to(environment, call % by, "Done.")
     return namespace["reached"]([environment.object for environment in played])
 
 

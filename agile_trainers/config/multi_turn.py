@@ -80,8 +80,8 @@ class MultiTurnConfig(GRPOConfig):
     num_iterations: int = option(
         None,
         "Updates of each generation batch, which `max_steps` counts; each reads all episodes once. Default: 4 with GRPO "
-        "and PPO in an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise, and where an update takes "
-        "several generation batches, 1.",
+        "and PPO in an environment ([half of the episodes](grpo.md#updates-of-a-batch)), otherwise, and where an update "
+        "takes several generation batches, 1.",
     )
     gradient_accumulation_steps: int | None = option(
         None,

@@ -141,12 +141,16 @@ def test_rows_of_a_window_that_are_alike_share_a_micro_batch(embedded_model, tmp
     assert len(lengths) == 8 and lengths == sorted(lengths) and lengths[0] < lengths[-1]
 
 
-@pytest.mark.parametrize("option", [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}, {"use_adaptive_entropy": True}])
+@pytest.mark.parametrize(
+    "option", [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}, {"use_adaptive_entropy": True}]
+)
 def test_what_compares_the_tokens_of_a_micro_batch_keeps_random_rows(embedded_model, tmp_path, option):
     """Rows of one length would be compared with each other: rewards that go with length would cancel."""
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **option}
     steps = Steps()
-    steps.watch(make_trainer(embedded_model, tmp_path, sequence_packing="none", max_steps=4, callbacks=[steps], **options))
+    steps.watch(
+        make_trainer(embedded_model, tmp_path, sequence_packing="none", max_steps=4, callbacks=[steps], **options)
+    )
     lengths = [[int(length) for batch in update for length in lengths_of(batch)] for update in steps.micro_batches]
     assert len(lengths) == 4 and any(of != sorted(of) for of in lengths)
 

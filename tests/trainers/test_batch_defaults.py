@@ -56,7 +56,9 @@ def test_an_update_of_several_batches_reads_each_episode_once(tmp_path: Path, ba
     later.gradient_accumulation_steps = 16
     assert later.with_environment().num_iterations == 1
     assert not unlikely_to_learn(args.with_environment(), adapter=True)
-    again = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU, gradient_accumulation_steps=8, num_iterations=4, **batch)
+    again = MultiTurnGRPOConfig(
+        output_dir=str(tmp_path), **CPU, gradient_accumulation_steps=8, num_iterations=4, **batch
+    )
     (finding,) = unlikely_to_learn(again.with_environment(), adapter=True)
     assert "reads its 16 episodes 4 times" in finding and "num_iterations=4 to 1" in finding
 
