@@ -333,7 +333,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an update of several batches reads them four times", "config/multi_turn.py",
-        "self.steps_per_generation < self.gradient_accumulation_steps", "False",
+        "self.steps_per_generation < self.gradient_accumulation_steps:", "False:",
         "tests/trainers/test_batch_defaults.py -k several_batches",
     ),
     Mutation(

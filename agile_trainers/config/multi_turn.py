@@ -388,6 +388,7 @@ class MultiTurnConfig(GRPOConfig):
         self.best_metric_is_unset = self.metric_for_best_model is None
         self.lower_is_better_was_asked = self.greater_is_better is False
         super().__post_init__()
+        self._iterate_once()
         self.num_generations, self.num_generations_eval = group, eval_group
         skip = str(self.skip_zero_advantage).lower()  # the command line gives text
         setattr(self, "skip_zero_advantage", {"true": True, "false": False}.get(skip, skip))  # noqa: B010
@@ -482,8 +483,7 @@ class MultiTurnConfig(GRPOConfig):
                 "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
         args = copy.copy(self)
-        if self._iterations_are_ours and self.steps_per_generation < self.gradient_accumulation_steps:
-            args.num_iterations = 1  # the passes would be one update, which reads the same episodes again
+        args._iterate_once()  # the sizes may have changed since
         if args.vllm_importance_sampling_correction is None:
             penalized = self.use_vllm or self.repetition_penalty != 1.0
             args.vllm_importance_sampling_correction = penalized and not self.batches_ahead
@@ -495,6 +495,11 @@ class MultiTurnConfig(GRPOConfig):
         if args.vllm_importance_sampling_correction:
             args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
+
+    def _iterate_once(self) -> None:
+        """Default to one pass where several passes would be one update, which reads the same episodes again."""
+        if self._iterations_are_ours and self.steps_per_generation < self.gradient_accumulation_steps:
+            self.num_iterations = 1
 
     def for_environment(self, name: str | None) -> "MultiTurnConfig":
         """Copy the configuration with the limits of one of several environments in place of the common ones."""

@@ -51,7 +51,7 @@ def test_updates_of_a_batch(algorithm: str, tmp_path: Path) -> None:
 def test_an_update_of_several_batches_reads_each_episode_once(tmp_path: Path, batch: dict[str, int]) -> None:
     """Passes over a batch that is smaller than an update would be one update, of the same episodes again."""
     args = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU, gradient_accumulation_steps=8, **batch)
-    assert args.with_environment().num_iterations == 1
+    assert args.num_iterations == args.with_environment().num_iterations == 1, "a population counts by the former"
     later = MultiTurnGRPOConfig(output_dir=str(tmp_path), **CPU)
     later.gradient_accumulation_steps = 16
     assert later.with_environment().num_iterations == 1
