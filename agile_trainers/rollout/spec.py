@@ -26,6 +26,9 @@ class Chat(Protocol):
     """True if a conversation is rendered again where the template rewrites earlier turns."""
 
     @property
+    def tokenizer_name(self) -> str: ...
+
+    @property
     def longest_token(self) -> int: ...
 
     def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
