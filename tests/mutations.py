@@ -3274,6 +3274,42 @@ MUTATIONS = [
         "sum(one.prompt != its.prompt for one, its in pairs)", "0", f"{PANELS} -k equal_episodes",
     ),
     Mutation(
+        "models that are compared are tried when they are played", "cli/eval/command.py",
+        "if len(models) > 1 or len(tasks) > 1:", "if False:", "tests/test_cli_eval.py -k before_the_first",
+    ),
+    Mutation(
+        "environments of an evaluation are tried when they are played", "evaluation/policy.py",
+        "        _tried_engine(model, tokenizer, pool, options, specs)\n", "        pass\n",
+        "tests/test_cli_eval.py -k before_the_first",
+    ),
+    Mutation(
+        "an error on the way loses what was played", "cli/eval/command.py",
+        "        if not played:\n", "        if True:\n", "tests/test_cli_eval.py -k on_the_way",
+    ),
+    Mutation(
+        "warnings are shown for each policy", "cli/eval/command.py",
+        "return seen.setdefault(record.getMessage(), record) is record", "return True",
+        "tests/test_cli_eval.py -k on_the_way",
+    ),
+    Mutation(
+        "a card that cannot be read is noticed after the episodes", "cli/eval/command.py",
+        "        check_card(Path(options.model))\n", "        pass\n", "tests/test_cli_eval.py -k loses_no_episodes",
+    ),
+    Mutation(
+        "a card that cannot be read hides the report", "cli/eval/command.py",
+        "        except (ValueError, OSError) as error:\n            errors.append(error)\n",
+        "        except (ValueError, OSError):\n            raise\n", "tests/test_cli_eval.py -k loses_no_episodes",
+    ),
+    Mutation(
+        "an evaluation asks for longer answers than fit", "evaluation/policy.py",
+        "    options.check_answers(settings.min_new_tokens)\n", "",
+        "tests/trainers/test_evaluate_policy.py -k cannot_be_evaluated",
+    ),
+    Mutation(
+        "a prompt of no tokens blames the environment", "rollout/environment_probe.py",
+        "    if not length:\n", "    if False:\n", "tests/test_cli_check.py -k limits_and_templates",
+    ),
+    Mutation(
         "greedy evaluation samples", "evaluation/policy.py",
         "do_sample=sampling.do_sample and not greedy", "do_sample=sampling.do_sample",
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",

@@ -501,6 +501,9 @@ def test_rewards_that_are_not_known_here_are_not_judged() -> None:
 def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) -> None:
     code, report = run("TwoTurns", "--max_model_length", "10")
     assert code == 1 and "leaves no room to answer within max_model_length=10" in report
+    AutoConfig.from_pretrained(embedded_model).save_pretrained(tmp_path / "bare")
+    code, report = run("TwoTurns", "--model", str(tmp_path / "bare"))
+    assert code == 1 and "makes no tokens of the first prompt" in report
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     whole, cut = "{{ message['content'] }}", "{{ '' if not loop.last else message['content'] }}"
     assert tokenizer.chat_template.count(whole) == 1

@@ -315,6 +315,117 @@ def test_a_metric_that_fails_does_not_lose_the_episodes(
     assert "answer_match" in capsys.readouterr().out and "success_rate" in (model / "README.md").read_text()
 
 
+class Broken(Sums):
+    def step(self, action: str) -> Any:
+        raise RuntimeError("boom")
+
+
+class Leaves(Sums):
+    """Is away after some resets, and says nothing at first."""
+
+    resets = 0
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        Leaves.resets += 1
+        if Leaves.resets > 7:  # two tries, and a try and four episodes of the first policy
+            raise ConnectionError("the server is away")
+        return "", {}
+
+
+class Spoils(Sums):
+    """Writes what is no card."""
+
+    def __init__(self, card: str) -> None:
+        self.card = Path(card)
+
+    def step(self, action: str) -> Any:
+        self.card.write_text("---\na: [\n---\n")
+        return super().step(action)
+
+
+def spoiled(folder: Path, how: str, embedded_model: Path, adapter: Path) -> Path:
+    """A model that cannot be played."""
+    shutil.copytree(adapter if how == "base" else embedded_model, folder)
+    if how == "weights":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif how == "base":
+        config = folder / "adapter_config.json"
+        named = json.loads(config.read_text()) | {"base_model_name_or_path": str(folder / "gone")}
+        config.write_text(json.dumps(named))
+    else:
+        for file in folder.glob("*token*"):
+            file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("weights", "SafetensorError"),
+        ("base", "which cannot be loaded"),
+        ("tokenizer", "The tokenizer of '{folder}' makes no tokens of the first prompt"),
+        ("environment", "step() raised RuntimeError: boom"),
+    ],
+)
+def test_what_cannot_be_played_is_told_before_the_first_episode(
+    embedded_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, message: str
+) -> None:
+    folder, command = tmp_path / how, ["eval", str(embedded_model), "--environment", f"{__name__}:Sums"]
+    if how == "environment":
+        command.append(f"{__name__}:Broken")
+    else:
+        command += ["--against", str(spoiled(folder, how, embedded_model, adapter))]
+    assert main([*command, "--episodes", "2", "--max_new_tokens", "1", "--output_dir", str(tmp_path / "out")]) == 2
+    assert message.format(folder=folder) in capsys.readouterr().err.replace("\n", " ")
+    assert not list((tmp_path / "out").glob("**/*")), "nothing was played"
+
+
+def test_an_error_on_the_way_leaves_what_was_played(
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a warning of both policies is shown once."""
+    command = ["eval", str(embedded_model), "--against", str(embedded_model), "--environment", f"{__name__}:Leaves"]
+    common = ["--episodes", "4", "--max_new_tokens", "1", "--no_card", "--output_dir", str(tmp_path)]
+    Leaves.resets = 0
+    assert main([*command, *common]) == 2
+    printed = capsys.readouterr()
+    assert "the server is away" in printed.err and "4 episodes each" in printed.out
+    (path,) = tmp_path.glob("eval-*/results.json")
+    (environment,) = json.loads(path.read_text())["environments"]
+    assert len(environment["policies"]) == 1 and environment["comparisons"] == []
+    assert caplog.text.count("the first observation is empty") == 1
+
+
+def test_a_card_that_cannot_be_read_loses_no_episodes(
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(embedded_model, model)
+    command = ["eval", str(model), "--environment", f"{__name__}:Spoils", "--episodes", "2", "--max_new_tokens", "1",
+               "--environment_args", json.dumps({"card": str(model / "README.md")}), "--output_dir", str(out)]  # fmt: skip
+    assert main(command) == 2, "it was spoiled meanwhile"
+    printed = capsys.readouterr()
+    assert "README.md cannot be read" in printed.err and "2 episodes each" in printed.out
+    shutil.rmtree(out)
+    assert main(command) == 2, "it was so before"
+    assert "README.md cannot be read" in capsys.readouterr().err and not list(out.glob("**/*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", "-1", "at least 0"),
+        ("--dtype", "floaty", "float32, bfloat16"),
+        ("--device", "cuda:99", "cannot be used here"),
+    ],
+)
+def test_an_error_names_the_option(capsys: pytest.CaptureFixture[str], option: str, value: str, message: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "model", "--environment", "agile:guess_number", option, value])
+    assert f"argument {option}: " in (said := capsys.readouterr().err) and message in said and repr(value)[1:-1] in said
+
+
 def test_the_measure_of_comparisons(embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [str(embedded_model), "--against", str(embedded_model), "--episodes", "6", "--no_card", "--max_turns", "1",
               "--max_new_tokens", "2", "--output_dir", str(tmp_path)]  # fmt: skip

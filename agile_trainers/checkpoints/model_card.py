@@ -524,20 +524,35 @@ def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
         ValueError: If the card is a link or no file, or its metadata cannot be read.
         OSError: If the card cannot be written.
     """
-    card, name = folder / CARD, folder.resolve().name
+    card, data = folder / CARD, _metadata(folder, results)
+    with replacing(card) as partial:
+        partial.write_bytes(card.read_bytes() if card.is_file() else f"# {folder.resolve().name}\n".encode())
+        metadata_save(partial, data)
+    return card
+
+
+def check_card(folder: Path) -> None:
+    """Raise ``ValueError`` if results cannot be added to the card of a model.
+
+    Args:
+        folder: Folder of the model.
+    """
+    _metadata(folder, [])
+
+
+def _metadata(folder: Path, results: Sequence[EvalResult]) -> dict[str, Any]:
+    """Return the metadata of a card with further results."""
+    card = folder / CARD
     if (card.is_symlink() and not is_cached(card)) or (card.exists() and not card.is_file()):
         raise ValueError(f"{card} is no regular file. Put a copy of the card there, or remove it.")
     try:
         data = (metadata_load(card) if card.is_file() else None) or {}
-        index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
-        with replacing(card) as partial:
-            partial.write_bytes(card.read_bytes() if card.is_file() else f"# {name}\n".encode())
-            metadata_save(partial, {**data, "model-index": index})
+        index = data.get("model-index") or [{"name": folder.resolve().name, "results": []}]
+        return {**data, "model-index": _merged(index, results)}
     except _UNREADABLE as error:
         raise ValueError(
             f"The metadata at the top of {card} cannot be read: {str(error)[:300]}. Correct or remove it."
         ) from error
-    return card
 
 
 def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:

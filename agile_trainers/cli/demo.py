@@ -32,7 +32,7 @@ from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.cli.parser import check_output
+from agile_trainers.cli.parser import check_output, seed_number
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
         "scripted games, and then learns to play by multi-turn GRPO with LoRA.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the model, the games and the sampling (default: 0)"
+        "--seed", type=seed_number, default=0, help="seed of the model, the games and the sampling (default: 0)"
     )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)"

@@ -253,3 +253,14 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {cut(repr(text))}')
     return value
+
+
+def seed_number(text: str) -> int:
+    """Read the value of an option that takes a seed; a ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is no whole number, or a negative one.
+    """
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {cut(repr(text))}")
+    return int(text)

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.loading import check_model
-from agile_trainers.cli.parser import json_object
+from agile_trainers.cli.parser import json_object, seed_number
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
     parser.add_argument("--history", metavar="NAME", help="function that rewrites the context, such as last:2")
     parser.add_argument("--system_prompt", help="system message before the first observation")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (default: 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the first episode (default: 0)")
     parser.add_argument("--episodes", type=int, default=1, help="number of episodes (default: 1)")
     parser.add_argument("--max_turns", type=int, default=100, help="turns of an episode (default: 100)")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="tokens of one answer (default: 1024)")

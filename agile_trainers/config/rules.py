@@ -842,13 +842,9 @@ def check_limits(args: Any) -> None:
     """
     # This checks each limit, also where episodes are played without a configuration; below is what needs other options.
     options = EpisodeOptions.of_args(args)
+    options.check_answers(args.min_new_tokens)
     for name in (None, *(args.environment_limits or {})):
         own, where = options.of(name), "" if name is None else f"environment_limits[{name!r}]: "
-        if args.min_new_tokens > own.max_new_tokens:
-            raise ValueError(
-                f"{where}max_new_tokens={own.max_new_tokens} is less than min_new_tokens={args.min_new_tokens}, which "
-                "applies to every answer. Raise the first or lower the second."
-            )
         if (own.max_model_length or 0) > (args.max_model_length or inf):
             raise ValueError(
                 f"{where}max_model_length={own.max_model_length} is more than max_model_length={args.max_model_length}, "

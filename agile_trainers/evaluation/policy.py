@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import create_model_from_path
@@ -28,6 +28,7 @@ from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import UNLIMITED, EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
@@ -142,9 +143,7 @@ class VllmSampler:
         """
         from agile_trainers.sampling.vllm_colocated import served_quantization
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-            policy, tokenizer = load_model(model, tokenizer, device_map="meta", **init)
+        policy, tokenizer = load_shapes(model, tokenizer, **init)
         served_quantization(policy)
         base = base_model(policy)
         commit, trusted = getattr(base.config, "_commit_hash", None), bool(init.get("trust_remote_code"))
@@ -239,6 +238,40 @@ def load_model(
     if init["device_map"] is None and getattr(policy.config, "quantization_config", None) is None:
         policy = policy.to(PartialState().device if device is None else torch.device(device))
     return policy, tokenizer
+
+
+def load_shapes(model: str, tokenizer: Any = None, **init: Any) -> tuple[PreTrainedModel | PeftModel, Any]:
+    """Load a policy as :func:`load_model` does, on the meta device: its files are checked, and no weights are read.
+
+    Args:
+        model: Folder or Hub id of a model or a LoRA adapter.
+        tokenizer: Its tokenizer. Default: the one that is saved with the model, adapter or base.
+        init: Further arguments of ``from_pretrained``.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ValueError: If the adapter cannot be used, or a file of the folder is damaged.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+        return load_model(model, tokenizer, device_map="meta", **init)
+
+
+def is_quantized(model: str) -> bool:
+    """Return whether a policy's base is stored in a quantized form, which :func:`load_shapes` may not load.
+
+    Args:
+        model: Folder or Hub id of a model or a LoRA adapter.
+    """
+    saved = find_adapters(model)
+    base, revision = (model, None) if saved is None else (saved.config.base_model_name_or_path, saved.config.revision)
+    try:
+        config, _ = PretrainedConfig.get_config_dict(base, revision=revision)
+    except OSError:  # loading it raises the clearer error
+        return False
+    return "quantization_config" in config
 
 
 def recorded_settings(model: str) -> dict[str, Any]:
@@ -373,39 +406,75 @@ def evaluate_policy(
     specs = evaluation_episodes(
         seed, episodes, rows, mixture, attempts=attempts, sampling_seed=sampling_seed, domain=domain
     )
+    options.check_answers(settings.min_new_tokens)
     policy, tokenizer = _loaded(model, tokenizer, device, model_init_kwargs)
-    of_model = policy.model if isinstance(policy, ServedModel) else policy
     processor, tokenizer = tokenizer, _tokenizer_in(tokenizer, policy)
+    state, pool = PartialState(), options.make_pool(factories)
+    with closing(pool), preserved_random_state():
+        engine = _tried_engine(policy, processor, pool, options, specs, append_final_observation)
+        results = play_evaluation(
+            engine,
+            _generator(policy, tokenizer, engine, settings, generation_chunk_size),
+            specs,
+            rank=state.process_index,
+            world_size=state.num_processes,
+            on_finish=on_finish,
+        )
+        return replace(results, greedy=not settings.do_sample)
+
+
+def check_evaluation(
+    model: PreTrainedModel | PeftModel | ServedModel,
+    tokenizer: Any,
+    environment: EnvironmentFactory,
+    *,
+    rows: Any = None,
+    seed: int = 42,
+    options: EpisodeOptions,
+) -> None:
+    """Raise what :func:`evaluate_policy` would raise before its first episode.
+
+    Args:
+        model: The policy, which may be on the meta device, see :func:`load_shapes`.
+        tokenizer: Its tokenizer or processor.
+        environment: A zero-argument factory.
+        rows: As for :func:`evaluate_policy`, as are ``seed`` and ``options``.
+        seed: See there.
+        options: See there.
+
+    Raises:
+        ValueError: If environment or options cannot be used with the policy.
+        EnvironmentProtocolError: If the environment fails or breaks the protocol.
+    """
+    _tokenizer_in(tokenizer, model)
+    pool, specs = options.make_pool(environment), evaluation_episodes(seed, 1, rows, domain=HELD_OUT)
+    with closing(pool), preserved_random_state():
+        _tried_engine(model, tokenizer, pool, options, specs)
+
+
+def _tried_engine(
+    policy: Any,
+    tokenizer: Any,
+    pool: EnvironmentPool,
+    options: EpisodeOptions,
+    specs: Sequence[EpisodeSpec],
+    append_final_observation: bool = False,
+) -> RolloutEngine:
+    """Make an engine, and try the first episode of each environment."""
+    of_model = policy.model if isinstance(policy, ServedModel) else policy
+    own = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     engine = build_engine(
         options,
-        options.make_pool(factories),
-        processor,
-        eos_token_ids=end_token_ids(of_model.generation_config.eos_token_id, tokenizer),
+        pool,
+        tokenizer,
+        eos_token_ids=end_token_ids(of_model.generation_config.eos_token_id, own),
         model_config=of_model.config,
         append_final_observation=append_final_observation,
     )
-    state = PartialState()
-    try:
-        with preserved_random_state():
-            for spec in {spec.environment: spec for spec in reversed(specs)}.values():
-                _check_start(engine, spec)
-            results = play_evaluation(
-                engine,
-                _generator(policy, tokenizer, engine, settings, generation_chunk_size),
-                specs,
-                rank=state.process_index,
-                world_size=state.num_processes,
-                on_finish=on_finish,
-            )
-            return replace(results, greedy=not settings.do_sample)
-    finally:
-        engine.pool.close()
-
-
-def _check_start(engine: RolloutEngine, spec: EpisodeSpec) -> None:
-    name = spec.environment
-    start = probe_environment(engine.pool, spec.seed, spec.options, name, with_context=name not in engine.histories)
-    check_first_prompt(engine, start, name)
+    for name, spec in {spec.environment: spec for spec in reversed(specs)}.items():
+        start = probe_environment(pool, spec.seed, spec.options, name, with_context=name not in engine.histories)
+        check_first_prompt(engine, start, name)
+    return engine
 
 
 def _loaded(

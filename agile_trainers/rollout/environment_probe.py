@@ -120,7 +120,7 @@ def _outcome(pool: EnvironmentPool) -> Any:
 def check_first_prompt(
     engine: RolloutEngine, start: ResetResult | None, environment: str | None = None, *, needs_anchor: bool = False
 ) -> None:
-    """Check that a first observation can be written as a prompt and leaves room for an answer.
+    """Check that a first observation can be written as a prompt of some tokens and leaves room for an answer.
 
     Args:
         engine: The trainer's engine.
@@ -146,6 +146,11 @@ def check_first_prompt(
             "choose advantage_granularity='turn'."
         )
     length = _prompt_tokens(engine, observation, environment)
+    if not length:
+        raise ValueError(  # transformers makes an empty tokenizer where a folder has none
+            f"The tokenizer of {engine.chat.tokenizer_name} makes no tokens of the first prompt, {observation!r:.200}. If "
+            "files of the tokenizer are missing (tokenizer.json, tokenizer_config.json), copy them from the base model."
+        )
     if length >= (room := engine.limits_of(environment).max_model_length):
         of = "" if environment is None else f" of the environment {environment!r}"
         raise ValueError(

@@ -98,6 +98,20 @@ class EpisodeOptions:
         history = self.history.get(environment or "") if isinstance(self.history, Mapping) else self.history
         return replace(self, environment_limits=None, history=history, **own)
 
+    def check_answers(self, min_new_tokens: int) -> None:
+        """Check that answers of so many tokens are within the limits, those of each environment too.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        for name in (None, *(self.environment_limits or {})):
+            where, most = "" if name is None else f"environment_limits[{name!r}]: ", self.of(name).max_new_tokens
+            if min_new_tokens > most:
+                raise ValueError(
+                    f"{where}max_new_tokens={most} is less than min_new_tokens={min_new_tokens}, which applies to every "
+                    "answer. Raise the first or lower the second."
+                )
+
     def make_pool(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> EnvironmentPool:
         """Make the environment pool of one factory, or of several by name.
 

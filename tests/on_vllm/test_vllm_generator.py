@@ -71,6 +71,21 @@ def test_settings_mean_what_their_definitions_say(name: str, engine: VllmEngine,
                 assert output.kept is None
 
 
+@pytest.mark.parametrize(
+    "limit", [20, 2], ids=["longer than vLLM's own limit", "more than the context leaves room for"]
+)
+def test_any_number_of_first_tokens_without_an_end(limit: int, engine: VllmEngine, model: PeftModel) -> None:
+    settings = replace(GREEDY, min_new_tokens=17)
+    ours, theirs = (
+        play(generator, range(4), limit=limit)
+        for generator in (make(engine, settings), on_transformers(model, settings))
+    )
+    for episode, turns in ours.items():
+        assert [one.token_ids for one in turns] == [one.token_ids for one in theirs[episode]]
+        assert [one.finish_reason for one in turns] == [one.finish_reason for one in theirs[episode]]
+        assert min(len(one.token_ids) for one in turns) >= min(17, limit)
+
+
 @pytest.mark.parametrize("settings", [{"temperature": 0.005}, {"temperature": 2.5}, {"min_p": 0.1, "top_p": 0.9}])
 def test_settings_that_vllm_cannot_honour_are_refused(engine: VllmEngine, settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(settings))}.*{next(iter(settings.values()))}"):

@@ -323,3 +323,23 @@ def test_the_oldest_episode_is_sent_next() -> None:
         while generator.pending:
             answered += [output.episode for output in generator.step()]
     assert asked == answered == [9, 2, 5, 7]
+
+
+def test_a_request_asks_for_no_more_tokens_than_fit() -> None:
+    """A server refuses a minimum above the maximum."""
+    asked = list[tuple[int, int]]()
+
+    class Quick:
+        url, files, max_batch_size, vocab_size, max_model_length = "", None, 1, 100, 64
+
+        def generate(self, ids: list[int], fields: dict[str, Any], *_: Any) -> Any:
+            asked.append((fields["min_tokens"], fields["max_tokens"]))
+            return [EOS[0]], [0.0], None
+
+    servers, settings = list[Any]([Quick()]), SamplingSettings(min_new_tokens=3)
+    with closing(ServerGenerator(VllmServers(servers), eos_token_ids=EOS, settings=settings)) as generator:
+        for episode, most in enumerate([5, 1]):
+            generator.submit(GenerationRequest(episode, [9], most, uniforms(episode)))
+            while generator.pending:
+                generator.step()
+    assert asked == [(3, 5), (1, 1)]

@@ -147,6 +147,7 @@ def test_several_environments_play_equally_many_within_their_own_limits(embedded
         ({"environment": lambda: object()}, "object cannot be trained on"),
         ({"environment": {"one": OneTurn, "other": Broken}}, r"other \(Broken\) cannot be trained on(.|\n)*no words"),
         ({"options": EpisodeOptions(max_model_length=3)}, "max_model_length=3"),
+        ({"sampling": SamplingSettings(min_new_tokens=300)}, "max_new_tokens=256 is less than min_new_tokens=300"),
     ],
 )
 def test_what_cannot_be_evaluated(embedded_model: Path, changes: dict[str, Any], message: str) -> None:

@@ -7,11 +7,12 @@ import gc
 import json
 import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
+from logging import getLogger, lastResort, root
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from transformers.utils import logging
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.checkpoints.disclosure import masked, public_options, withheld_values
-from agile_trainers.checkpoints.model_card import add_results
+from agile_trainers.checkpoints.model_card import add_results, check_card
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, compare_files, show
-from agile_trainers.cli.parser import check_output, json_object, named_dataset
+from agile_trainers.cli.parser import check_output, json_object, named_dataset, seed_number
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.context import as_history
@@ -44,7 +45,7 @@ from agile_trainers.evaluation import (
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
 from agile_trainers.evaluation.panels import EpisodePanel, check_panel, check_starts, read_panel, sealed, sources
-from agile_trainers.evaluation.policy import load_model, recorded_settings
+from agile_trainers.evaluation.policy import check_evaluation, is_quantized, load_model, load_shapes, recorded_settings
 from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.progress import BAR
@@ -96,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--attempts", type=positive_int, default=1, metavar="K", help="times that each episode is played, for pass@k "
         "(default: 1)")  # fmt: skip
     add("--greedy", action="store_true", help="take the likeliest token instead of sampling")
-    add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42), of "
+    add("--seed", type=seed_number, default=42, help="seed of environments and sampling (default: 42), of "
         "episodes that no training plays")  # fmt: skip
     panel = parser.add_argument_group("panels, which name episodes by their content")
     panel.add_argument("--panel", metavar="FILE", help="play the episodes of a panel: a file of `panel make`, "
@@ -121,8 +122,10 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument("--no_card", action="store_true", help="leave the model card of a local MODEL as it is; otherwise "
                         "the results are added to its metadata")  # fmt: skip
     loading = parser.add_argument_group("loading")
-    loading.add_argument("--dtype", metavar="TYPE", help="type of the weights: float32 (default), bfloat16, auto, ...")
-    loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
+    loading.add_argument(
+        "--dtype", type=_dtype, metavar="TYPE", help="type of the weights: float32 (default), bfloat16, auto, ..."
+    )
+    loading.add_argument("--device", type=_device, help="device of the model (default: the GPU, if there is one)")
     loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository, and "
                          "of metrics that are named on the Hub")  # fmt: skip
     loading.add_argument("--generation_chunk_size", type=positive_int, metavar="N", help="episodes that are decoded at once "
@@ -254,6 +257,8 @@ def main(argv: Sequence[str]) -> None:
     if options.metric:
         load_metrics(options.metric, trust_remote_code=options.trust_remote_code)
     check_output(options.output_dir)
+    if _has_card(options):
+        check_card(Path(options.model))
     logging.disable_progress_bar()
     disable_progress_bars()
     state = PartialState()
@@ -262,13 +267,16 @@ def main(argv: Sequence[str]) -> None:
     console = Console(stderr=options.json, quiet=not main_process)
     for sentence in told:
         console.print(escape(sentence), highlight=False, soft_wrap=True)
-    errors: list[ValueError] = []
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():  # of environments and libraries
+    errors: list[Exception] = []
+    with (
+        _warned_once(),
+        redirect_stdout(sys.stderr) if options.json else nullcontext(),
+    ):  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
         if panel is not None:  # again: what is kept by the process, or on a server, may have changed while it played
             check_starts(panel, tasks[0].factory, tasks[0].rows)
     if main_process:
-        _report(options, sampling, reports, run, console, panel)
+        _report(options, sampling, reports, run, console, panel, errors)
     if errors:
         raise errors[0]
 
@@ -300,8 +308,9 @@ def _report(
     run: str,
     console: Console,
     panel: EpisodePanel | None,
+    errors: list[Exception],
 ) -> None:
-    """Write the results and the model card, and print the tables or the JSON."""
+    """Write the results and the model card, whose error goes to ``errors``, and print the tables or the JSON."""
     folder = options.output_dir / run
     content = {
         "format": 1,
@@ -313,11 +322,14 @@ def _report(
         content = sealed(content | {"panel": panel.to_dict()})
     write_json(folder / "results.json", content)
     card = None
-    if not options.no_card and Path(options.model).is_dir():
+    if _has_card(options):
         rows = [
             row for report in reports for row in card_results(report, _played_with(options, report.environment, panel))
         ]
-        card = add_results(Path(options.model), rows)
+        try:
+            card = add_results(Path(options.model), rows)
+        except (ValueError, OSError) as error:
+            errors.append(error)
     if options.json:
         print(json.dumps(content, indent=2))
         return
@@ -325,6 +337,11 @@ def _report(
         show(console, report)
     console.print(f"Results: {folder / 'results.json'}. Episodes: {options.output_dir / 'rollouts'}."
                   + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
+
+
+def _has_card(options: argparse.Namespace) -> bool:
+    """Return whether the results are added to the card of the first policy."""
+    return not options.no_card and Path(options.model).is_dir()
 
 
 def _played_with(options: argparse.Namespace, environment: str, panel: EpisodePanel | None) -> dict[str, Any]:
@@ -430,9 +447,11 @@ def _play_all(
     sampling: SamplingSettings,
     run: str,
     console: Console,
-    errors: list[ValueError],
+    errors: list[Exception],
 ) -> list[EnvironmentReport]:
     """Play every policy in every environment, and compare the first one with the others.
+
+    An error ends it. If episodes of a policy in an environment have been played by then, what was played is returned.
 
     Args:
         options: Those of the command line.
@@ -441,24 +460,24 @@ def _play_all(
         sampling: How the policies sample.
         run: Id of the evaluation.
         console: Console for the progress bars.
-        errors: Gets the errors of metrics.
+        errors: Gets the errors of metrics, and first the one that ended it.
     """
     names = [
         name if models[:n].count(name) == 0 else f"{name} ({models[:n].count(name) + 1})"
         for n, name in enumerate(models)
     ]
-    played: dict[str, list[Played]] = {task.environment: [] for task in tasks}
-    loaded = _loaded(options, models)
-    for place, (model, name) in enumerate(zip(models, names)):
-        policy, tokenizer = next(loaded)
+    played: dict[str, list[Played]] = {}
+
+    def play(place: int, policy: Any, tokenizer: Any) -> None:
         for number, task in enumerate(tasks):
+            name = names[place]
             with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as ended:
                 results = evaluate_policy(
                     policy, tokenizer, task.factory, task.episodes, rows=task.rows, seed=options.seed,
                     attempts=options.attempts, sampling_seed=place, options=task.options, sampling=sampling,
                     generation_chunk_size=options.generation_chunk_size, on_finish=ended,
                 )  # fmt: skip
-            info = {"policy": name, "model": model, "environment": task.environment, "seed": options.seed,
+            info = {"policy": name, "model": models[place], "environment": task.environment, "seed": options.seed,
                     "options": _settings(options, sampling)}  # fmt: skip
             records = _write_records(options.output_dir, f"{run}-{place}-{number}", info, results, tokenizer)
             metrics: dict[str, Any] = {}
@@ -468,9 +487,16 @@ def _play_all(
                     metrics = compute_metrics(options.metric, results, **given)
             except ValueError as error:  # the episodes are played; the error is raised after they are reported
                 errors.append(error)
-            played[task.environment].append(Played(name, results, _plain(metrics), records))
-        del policy
-    loaded.close()
+            played.setdefault(task.environment, []).append(Played(name, results, _plain(metrics), records))
+
+    try:
+        with closing(_loaded(options, models, tasks)) as loaded:
+            for place in range(len(models)):
+                play(place, *next(loaded))
+    except Exception as error:
+        if not played:
+            raise
+        errors.insert(0, error)
     compared = []
     for environment, several in played.items():
         # Once one policy's episodes report success, all are counted by it.
@@ -487,20 +513,35 @@ def _play_all(
     return [EnvironmentReport(name, one, [next(adjusted) for _ in one[1:]]) for name, one in played.items()]
 
 
-def _loaded(options: argparse.Namespace, models: Sequence[str]) -> Generator[tuple[Any, Any]]:
+def _loaded(
+    options: argparse.Namespace, models: Sequence[str], tasks: Sequence[EvaluationTask]
+) -> Generator[tuple[Any, Any]]:
     """Yield the policies that are played with their tokenizers, one in memory at a time.
+
+    All of them, and all environments, are tried before the first is yielded.
 
     Raises:
         ImportError: If vLLM is asked for and not installed.
-        ValueError: If a policy cannot be loaded or served.
+        ValueError: If a policy cannot be loaded or served, or an environment cannot be used.
     """
+
+    def try_all(policies: Iterable[tuple[Any, Any]]) -> None:
+        for policy, tokenizer in policies:
+            for task in tasks:
+                check_evaluation(
+                    policy, tokenizer, task.factory, rows=task.rows, seed=options.seed, options=task.options
+                )
+
     init = {"trust_remote_code": options.trust_remote_code, **({"dtype": options.dtype} if options.dtype else {})}
     if options.use_vllm:
         given = {ours: getattr(options, name) for name, ours in _ENGINE.items() if getattr(options, name) is not None}
         with VllmSampler(**given) as vllm:
-            for policy in [vllm.load(model, **init) for model in models]:  # all are checked before the first is played
-                yield policy, policy.tokenizer
+            served = [(policy, policy.tokenizer) for policy in [vllm.load(model, **init) for model in models]]
+            try_all(served)
+            yield from served
         return
+    if len(models) > 1 or len(tasks) > 1:  # else the one is tried by being played
+        try_all(load_shapes(model, **init) for model in models if not is_quantized(model))
     for model in models:
         yield load_model(model, device=options.device, **init)
         gc.collect()  # before the next one is loaded
@@ -546,6 +587,38 @@ def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[s
 def _plain(value: Any) -> Any:
     """Convert to JSON-ready data, NumPy's numbers and arrays included."""
     return json.loads(json.dumps(value, default=lambda it: it.tolist() if hasattr(it, "tolist") else str(it)))
+
+
+def _dtype(text: str) -> str:
+    if text != "auto" and not isinstance(getattr(torch, text, None), torch.dtype):
+        raise argparse.ArgumentTypeError(f"expected float32, bfloat16, float16 or auto, got {text!r}")
+    return text
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # the latter of a PyTorch without CUDA
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return text
+
+
+@contextmanager
+def _warned_once() -> Iterator[None]:
+    """Show each warning once, however many policies and environments it is told of."""
+    seen = dict[str, Any]()
+    handlers = [one for one in (lastResort, *root.handlers, *getLogger("transformers").handlers) if one is not None]
+
+    def is_new(record: Any) -> bool:
+        return seen.setdefault(record.getMessage(), record) is record
+
+    for one in handlers:
+        one.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for one in handlers:
+            one.removeFilter(is_new)
 
 
 def positive_int(text: str) -> int:

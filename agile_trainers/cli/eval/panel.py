@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agile_trainers.adapters.folders import write_json
 from agile_trainers.cli.eval.command import dataset_rows, positive_int
-from agile_trainers.cli.parser import json_object
+from agile_trainers.cli.parser import json_object, seed_number
 from agile_trainers.evaluation.panels import make_panel
 
 _ABOUT = (
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         "--episodes", type=positive_int, metavar="N", help="episodes (default: one for each row, else 200)"
     )
     parser.add_argument(
-        "--seed", type=int, default=42, help="seed from which those of the episodes follow (default: 42)"
+        "--seed", type=seed_number, default=42, help="seed from which those of the episodes follow (default: 42)"
     )
     parser.add_argument(
         "--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment"

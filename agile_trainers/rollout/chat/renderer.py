@@ -152,6 +152,11 @@ class ChatRenderer:
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
+    @property
+    def tokenizer_name(self) -> str:
+        """Folder, Hub id or class of the tokenizer, in quotation marks."""
+        return _name(self._tokenizer)
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token. Only a rewritten context asks for it."""

@@ -289,7 +289,8 @@ class VllmGenerator:
         self._conversations.check(request)
         check_room(request, self._engine.max_model_length)
         params = copy.copy(self._params)  # vLLM makes a deep copy
-        params.max_tokens = request.max_new_tokens
+        for name, value in length_fields(self._settings, request).items():
+            setattr(params, name, value)
         if self._settings.do_sample:
             params.seed = seed_of(request)
         prompt = prompt_of(request, self._reader)
@@ -489,16 +490,21 @@ def logit_bias(reader: ImageReader | None) -> dict[int, float] | None:
 
 
 def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Convert settings to vLLM's names, except stop strings."""
+    """Convert settings to vLLM's names, except stop strings and those of :func:`length_fields`."""
     filters: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if settings.do_sample:
         filters = {name: getattr(settings, name) or idle for name, idle in filters.items()}
     return filters | {
         "repetition_penalty": settings.repetition_penalty,
-        "min_tokens": settings.min_new_tokens,
         "stop_token_ids": sorted(eos_token_ids),
         "ignore_eos": True,  # the trainer sets the ids that end an answer
     }
+
+
+def length_fields(settings: SamplingSettings, request: GenerationRequest) -> dict[str, int]:
+    """Return vLLM's limits of an answer. A nearly full context has room for fewer than ``min_new_tokens``."""
+    most = request.max_new_tokens
+    return {"max_tokens": most, "min_tokens": min(settings.min_new_tokens, most)}
 
 
 def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int], vocab: int) -> SamplingParams:

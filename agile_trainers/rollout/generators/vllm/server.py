@@ -39,6 +39,7 @@ from agile_trainers.rollout.generators.vllm.engine import (
     check_settings,
     features_of,
     kept_sets,
+    length_fields,
     logit_bias,
     sampling_fields,
     seed_of,
@@ -264,7 +265,7 @@ class ServerGenerator:
         """
         self._conversations.check(request)
         check_room(request, self._servers.max_model_length)
-        fields = self._fields | {"max_tokens": request.max_new_tokens}
+        fields = self._fields | length_fields(self._settings, request)
         if self._settings.do_sample:
             fields["seed"] = seed_of(request)
         if self._reader is not None:
