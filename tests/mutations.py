@@ -3347,7 +3347,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the winner is replayed on the episodes that chose it", "populations/members.py",
-        "return evaluate_trainer(trainer, evaluation, HELD_OUT)", "return evaluate_trainer(trainer, evaluation)",
+        "evaluate_trainer(trainer, evaluation, HELD_OUT, ", "evaluate_trainer(trainer, evaluation, ",
         POPULATION + " -k winner_is_the_best",
     ),
     Mutation(
