@@ -426,6 +426,61 @@ MUTATIONS = [
         f"{POPULATION}::test_a_member_that_crashes_or_turns_nan_loses_only_itself",
     ),
     Mutation(
+        "an error of the machine is a member's own", "populations/members.py",
+        "except _PASSING:", "except StopIteration:", f"{POPULATION} -k no_members_own",
+    ),
+    Mutation(
+        "the results of a round without a survivor are read again", "populations/population.py",
+        "shutil.rmtree(self._round(number))", "pass", f"{POPULATION} -k without_a_survivor",
+    ),
+    Mutation(
+        "members that diverge in a later round end the population without a winner", "populations/members.py",
+        "isinstance(error, FloatingPointError)", "False", f"{POPULATION} -k played_again",
+    ),
+    Mutation(
+        "a population starts from an adapter that changes the shared base", "populations/members.py",
+        'saved.config.init_lora_weights == "olora"', "False", f"{POPULATION} -k bases_memory",
+    ),
+    Mutation(
+        "a later winner gets the held-out result of an earlier one", "populations/population.py",
+        'f"held_out-{winner.round:04d}-{winner.member:02d}.json"', '"held_out.json"', f"{POPULATION} -k larger_budget",
+    ),
+    Mutation(
+        "the card of a policy has another one's held-out result", "populations/population.py",
+        " or (found.member, found.round) != (trained.member, trained.round)", "", f"{POPULATION} -k larger_budget",
+    ),
+    Mutation(
+        "a policy is exported with the fitness of another", "populations/population.py",
+        "if steps != trained.steps:", "if False:", f"{POPULATION} -k exported_with",
+    ),
+    Mutation(
+        "checkpoints of other processes' members are deleted", "populations/population.py",
+        """                if not replayed:
+                    self._forget(assignments)
+                self._keep_winner(number)  #""",
+        """                self._keep_winner(number)
+                if not replayed:
+                    self._forget(assignments)  #""",
+        f"{POPULATION} -k before_other_processes",
+    ),
+    Mutation(
+        "a member without its checkpoint begins anew", "populations/members.py",
+        "if assignment.round > 1 and not there:", "if False:", f"{POPULATION} -k begin_anew",
+    ),
+    Mutation(
+        "reward functions are no fitness", "populations/population.py",
+        'fitness or (REWARD if REWARD in measures else "return")', 'fitness or "return"',
+        f"{POPULATION} -k reward_functions",
+    ),
+    Mutation(
+        "a failed episode costs a reward the lowest return", "populations/members.py",
+        " and fitness != REWARD else None", " else None", f"{POPULATION} -k reward_functions",
+    ),
+    Mutation(
+        "a process without a GPU trains on CPU", "populations/members.py",
+        "if not visible and torch.cuda.device_count() == 0:", "if False:", f"{POPULATION} -k without_a_gpu",
+    ),
+    Mutation(
         "whole numbers do not move", "populations/hyperparameters.py",
         "moved = max(round(moved), value + 1) if factor > 1 else min(round(moved), value - 1)", "moved = value",
         f"{SELECTION}::test_whole_numbers_move_both_ways_by_at_least_one_and_stay_inside",
@@ -3343,7 +3398,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the winner is replayed on the episodes that chose it", "populations/members.py",
-        "return evaluate_trainer(trainer, evaluation, HELD_OUT)", "return evaluate_trainer(trainer, evaluation)",
+        "evaluate_trainer(trainer, evaluation, HELD_OUT, ", "evaluate_trainer(trainer, evaluation, ",
         POPULATION + " -k winner_is_the_best",
     ),
     Mutation(

@@ -28,11 +28,11 @@ from agile_trainers.adapters.loading import OnBase, SavedAdapters, find_adapters
 from agile_trainers.adapters.roles import POLICY
 from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, checkpoints, mark_complete, step_of
+from agile_trainers.envs.checker import EnvironmentProtocolError
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
-from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_state
+from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_state, with_names
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.served_policy import SavedAdapter
@@ -59,6 +59,7 @@ class SharedBase:
         if quantization_config is not None:
             init["quantization_config"] = quantization_config
         self.adapters: SavedAdapters | None = find_adapters(model, init.get("revision"))
+        check_lendable(self.adapters)
         if self.adapters is None:
             with naming_folder(model):
                 base = create_model_from_path(model, **init)
@@ -89,6 +90,19 @@ class SharedBase:
         return digest.hexdigest()
 
 
+def check_lendable(saved: SavedAdapters | None) -> None:
+    """Reject a saved adapter that changes the base's own memory when it is loaded. PiSSA's gets weights of its own.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if saved is not None and saved.config.init_lora_weights == "olora":
+        raise ValueError(
+            f"{saved.source} was made with init_lora_weights='olora': each time it is loaded it changes the base, which "
+            "members share. Merge it into the base, save that, and pass it as `model` with a `peft_config`."
+        )
+
+
 def _sharing(parameter: nn.Parameter) -> nn.Parameter:
     """Make another parameter on the same memory. One of a quantization library's own class is shared itself."""
     if type(parameter) is not nn.Parameter:
@@ -99,7 +113,11 @@ def _sharing(parameter: nn.Parameter) -> nn.Parameter:
 logger = logging.get_logger(__name__)
 
 Fitness = str | Callable[[Trajectory], float]
-"""``return``, ``success``, or a function of an evaluation episode."""
+"""``return``, ``success``, ``reward`` (the return and the reward functions, weighted), or a function of an episode."""
+REWARD = "reward"
+_PASSING = (OSError, MemoryError, torch.AcceleratorError, EnvironmentProtocolError)
+"""Errors of the machine or the environment, which are no member's own. A full GPU is not among them: a policy that writes at
+such length would fill it again."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,8 @@ class Result:
     seconds: float
     failed: str = ""
     """The error that ended the round."""
+    diverged: bool = False
+    """True if the error is of numbers that are not finite, as it would be again."""
     reported: bool = True
     """False if the fitness is the success and no episode reported it."""
     unreported: int = 0
@@ -135,7 +155,8 @@ class Result:
 RESULT_FORM = Fields(
     {
         **dict.fromkeys(("member", "round", "steps", "episodes", "unreported"), Count), "units": [Count],
-        "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "reported": bool, "lowest": (NUMBER, None),
+        "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "lowest": (NUMBER, None),
+        "diverged": bool, "reported": bool,
     },
     required=("member", "round", "steps", "episodes", "values", "units", "seconds"), only=True,
 )  # fmt: skip
@@ -183,6 +204,7 @@ class Rounds:
     ) -> None:
         self._base, self._trainer, self._arguments = base, trainer, arguments
         self._fitness, self._on_trainer = fitness, on_trainer
+        self._by_reward = fitness == REWARD
 
     def make_trainer(self, args: Any, saved: SavedAdapters | None = None) -> MultiTurnTrainer:
         """Make the ordinary trainer of a member on the shared base, or that of a saved policy."""
@@ -207,14 +229,15 @@ class Rounds:
         trainer = self.make_trainer(args, saved)
         try:
             if trainer.sampler.vllm is None:
-                return evaluate_trainer(trainer, evaluation, HELD_OUT)
-            return evaluate_adapters(trainer, [saved_adapter(folder)], evaluation, HELD_OUT)[0]
+                return evaluate_trainer(trainer, evaluation, HELD_OUT, rewards=self._by_reward)
+            adapters = [saved_adapter(folder)]
+            return evaluate_adapters(trainer, adapters, evaluation, HELD_OUT, rewards=self._by_reward)[0]
         finally:
             del trainer
             _let_go()
 
     def run(self, assignments: Sequence[Assignment], evaluation: Any) -> Iterator[Result]:
-        """Train and evaluate members. An error of its own ends a member's round, not the population.
+        """Train and evaluate members. An error of its own ends a member's round; one of the machine ends the run.
 
         With vLLM the members are evaluated when all are trained, in one batch; otherwise each after its training.
 
@@ -239,15 +262,20 @@ class Rounds:
         assignment = one.assignment
         if assignment.source is not None and not checkpoints(assignment.folder):
             continue_checkpoint(assignment.source, assignment.folder, assignment.args.num_iterations)
+        there = checkpoints(assignment.folder)
+        if assignment.round > 1 and not there:
+            raise FileNotFoundError(
+                f"{assignment.folder} has no checkpoint any more, from which its member begins round {assignment.round}."
+            )
         trainer = self.make_trainer(assignment.args)
         trainer.add_callback(_EndOfRound(assignment.end))
         if self._on_trainer is not None:
             self._on_trainer(trainer, assignment.member)
-        trainer.train(resume_from_checkpoint=True if checkpoints(assignment.folder) else None)
+        trainer.train(resume_from_checkpoint=True if there else None)
         trainer.save_model()
         one.steps = trainer.state.global_step
         if trainer.sampler.vllm is None:
-            one.results = evaluate_trainer(trainer, evaluation)
+            one.results = evaluate_trainer(trainer, evaluation, rewards=self._by_reward)
         else:
             trainer.sampler.vllm.release()
 
@@ -264,7 +292,8 @@ class Rounds:
         limit = trainer.sampler.vllm.max_adapters or len(rounds)
         for several in (rounds[start : start + limit] for start in range(0, len(rounds), limit)):
             started = time.perf_counter()
-            played = evaluate_adapters(trainer, [adapters[one.assignment.member] for one in several], evaluation)
+            policies = [adapters[one.assignment.member] for one in several]
+            played = evaluate_adapters(trainer, policies, evaluation, rewards=self._by_reward)
             for one, one.results in zip(several, played, strict=True):
                 one.seconds += (time.perf_counter() - started) / len(several)
 
@@ -278,16 +307,19 @@ class _Round:
     seconds: float = 0.0
     results: EpisodeResults | None = None
     failed: str = ""
+    diverged: bool = False
 
     @contextmanager
     def own_part(self) -> Iterator[None]:
-        """Count the time of a part of the round; an error in it, of whatever kind, is the member's own."""
+        """Count the time of a part of the round; an error in it is the member's own, unless it passes."""
         started = time.perf_counter()
         try:
             yield
+        except _PASSING:
+            raise
         except Exception as error:
             logger.warning("Member %d failed: %s", self.assignment.member, error, exc_info=True)
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failed, self.diverged = f"{type(error).__name__}: {error}", isinstance(error, FloatingPointError)
         finally:
             _let_go()
             self.seconds += time.perf_counter() - started
@@ -305,7 +337,7 @@ class _Round:
         if not self.failed and not (sound and all(map(math.isfinite, sound))):
             self.failed = "The fitness is not a finite number."
         of, steps = self.assignment, 0 if self.failed else self.steps
-        outcome = Result(of.member, of.round, steps, of.episodes, values, [], self.seconds, self.failed)
+        outcome = Result(of.member, of.round, steps, of.episodes, values, [], self.seconds, self.failed, self.diverged)
         if self.results is None:
             return outcome
         rows = self.results.rows
@@ -320,7 +352,7 @@ class _Round:
 
 def lowest_fitness(results: EpisodeResults, fitness: Fitness) -> float | None:
     """Return the lowest possible fitness of an episode, if it is known."""
-    limits = results.limits(fitness) if isinstance(fitness, str) else None
+    limits = results.limits(fitness) if isinstance(fitness, str) and fitness != REWARD else None
     return None if limits is None else limits[0]
 
 
@@ -339,20 +371,28 @@ class _EndOfRound(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any, domain: int = SELECTION) -> EpisodeResults:
+def evaluate_trainer(
+    trainer: MultiTurnTrainer, evaluation: Any, domain: int = SELECTION, *, rewards: bool = False
+) -> EpisodeResults:
     """Play the evaluation episodes of a population with a member's policy, through its trainer's own sampler.
 
     Args:
         trainer: The member's.
         evaluation: Configuration with the seed, number and sampling of the episodes, the same for all members.
         domain: What the episodes are for: ``SELECTION`` or ``HELD_OUT``.
+        rewards: Call the reward functions; the rows then have a ``reward``, None without one.
     """
     generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
-    return _play(trainer.engine, _episodes(trainer.setup, evaluation, domain), generator, trainer.args.eval_greedy)
+    return _play(trainer, _episodes(trainer.setup, evaluation, domain), generator, rewards)
 
 
 def evaluate_adapters(
-    trainer: MultiTurnTrainer, adapters: Sequence[SavedAdapter], evaluation: Any, domain: int = SELECTION
+    trainer: MultiTurnTrainer,
+    adapters: Sequence[SavedAdapter],
+    evaluation: Any,
+    domain: int = SELECTION,
+    *,
+    rewards: bool = False,
 ) -> list[EpisodeResults]:
     """Play the evaluation episodes of a population with several members' policies, in one batch on vLLM.
 
@@ -361,6 +401,7 @@ def evaluate_adapters(
         adapters: The policies, at most as many as its engine serves at the same time.
         evaluation: As for :func:`evaluate_trainer`.
         domain: As for :func:`evaluate_trainer`.
+        rewards: As for :func:`evaluate_trainer`.
 
     Returns:
         The results of each policy.
@@ -368,7 +409,7 @@ def evaluate_adapters(
     specs = _episodes(trainer.setup, evaluation, domain)
     number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
     generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
-    played = _play(trainer.engine, specs * len(adapters), generator, trainer.args.eval_greedy)
+    played = _play(trainer, specs * len(adapters), generator, rewards)
     parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
     return [
         replace(
@@ -389,12 +430,22 @@ def _episodes(setup: RunSetup, evaluation: Any, domain: int) -> list[EpisodeSpec
 
 
 def _play(
-    engine: RolloutEngine | None, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator], greedy: bool
+    trainer: MultiTurnTrainer, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator], rewards: bool
 ) -> EpisodeResults:
+    engine, greedy = trainer.engine, bool(trainer.args.eval_greedy)
     assert engine is not None
     try:
         with preserved_random_state():
-            return replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=bool(greedy))
+            played = replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=greedy)
+            if not rewards:
+                return played
+            options = with_names([spec.options or {} for spec in specs], specs)
+            totals = trainer.rewards.totals(trainer.rewards.of(options, played.trajectories)).tolist()
+            rows = [
+                {**row, REWARD: None if math.isnan(total) else total}
+                for row, total in zip(played.rows, totals, strict=True)
+            ]
+            return replace(played, rows=rows)
     finally:
         engine.pool.close()
 
@@ -403,19 +454,23 @@ def saved_adapter(folder: Path) -> SavedAdapter:
     """Read a member's policy from its folder.
 
     Raises:
-        ValueError: If a weight is not a finite number.
+        FloatingPointError: If a weight is not a finite number.
     """
     saved = find_adapters(str(folder))
     assert saved is not None
     weights = read_weights(saved.folders[POLICY])
     broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
     if broken:
-        raise ValueError(f"{len(broken)} of the policy's {len(weights)} weights are not finite: {broken[0]}, ...")
+        raise FloatingPointError(
+            f"{len(broken)} of the policy's {len(weights)} weights are not finite: {broken[0]}, ..."
+        )
     return weights, saved.config
 
 
 def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | None]:
-    """Return the fitness of each episode; None where the environment failed. Success that is not reported is 0.
+    """Return the fitness of each episode; None where the environment failed, or nothing gave a reward that was asked for.
+
+    Success that is not reported is 0.
 
     Args:
         results: Of an evaluation in one process.
@@ -423,7 +478,7 @@ def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | No
     """
     values: list[float | None] = []
     for row, trajectory in zip(results.rows, results.trajectories, strict=True):
-        if StopReason(row["stop_reason"]).failed:
+        if StopReason(row["stop_reason"]).failed or (fitness == REWARD and row[REWARD] is None):
             values.append(None)
             continue
         value = row[fitness] if isinstance(fitness, str) else fitness(trajectory)
@@ -531,7 +586,7 @@ def split_processes() -> Processes:
 
     Raises:
         RuntimeError: If this process joined the others already.
-        ValueError: If the launch configuration shards one model over the processes.
+        ValueError: If the launch configuration shards one model over the processes, or there are more of them than GPUs.
     """
     count, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
     if count == 1:
@@ -556,6 +611,13 @@ def split_processes() -> Processes:
     if visible != "":  # empty: there is no GPU to divide
         devices = visible.split(",") if visible else [str(number) for number in range(local + 1)]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
+        if not visible and torch.cuda.device_count() == 0:  # of that number, or none at all
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+            if torch.cuda.device_count():
+                raise ValueError(
+                    f"This machine has no GPU for process {local} of {count}. Launch at most as many processes as it has "
+                    "GPUs, or name those to share in CUDA_VISIBLE_DEVICES."
+                )
     return Processes(rank, count)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import CommitInfo, EvalResult, create_repo, upload_folder
 from transformers.utils import logging
 
-from agile_trainers.adapters.folders import Fields, read_form, write_json
+from agile_trainers.adapters.folders import RECORD, Fields, read_form, read_json, write_json
 from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
 from agile_trainers.checkpoints import model_card
@@ -63,6 +63,7 @@ from agile_trainers.populations.lineage import (
 )
 from agile_trainers.populations.members import (
     RESULT_FORM,
+    REWARD,
     Assignment,
     Fitness,
     Processes,
@@ -70,6 +71,7 @@ from agile_trainers.populations.members import (
     Rounds,
     SharedBase,
     check_alone,
+    check_lendable,
     fitness_values,
     forget_checkpoints,
     lowest_fitness,
@@ -84,6 +86,7 @@ from agile_trainers.populations.selection import (
     with_failures,
 )
 from agile_trainers.sampling.sampler import shared_engine
+from agile_trainers.step.reward import listed_functions
 from agile_trainers.trainers.mixture import names_of
 from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -141,7 +144,8 @@ class Population:
             ``num_iterations`` of ``args``).
         strategy: ``"halving"`` (default up to 16 members), ``"tournament"`` (default above), or an object such as
             ``Tournament(size=3)``.
-        fitness: ``"return"``, ``"success"``, or a function of an evaluation episode.
+        fitness: ``"return"``, ``"success"``, ``"reward"`` (return and reward functions together, by their weights), or a
+            function of an evaluation episode. Default: ``"reward"`` with ``reward_funcs``, else ``"return"``.
         max_episodes: Training episodes of all members together, after which the search ends. Default: no limit.
         max_hours: Hours of training and evaluation, summed over members, after which no round begins. Default: no limit.
         seed: Of the hyperparameters' first values, of selection and of mutation. All members train with ``args.seed``.
@@ -170,7 +174,7 @@ class Population:
         members: int = 8,
         rounds: int | Sequence[int] = 10,
         strategy: str | Strategy | None = None,
-        fitness: Fitness = "return",
+        fitness: Fitness | None = None,
         max_episodes: int | None = None,
         max_hours: float | None = None,
         seed: int = 0,
@@ -185,7 +189,9 @@ class Population:
     ) -> None:
         check_alone()
         trainer = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-        _check(trainer, model, args, members, fitness, max_episodes, max_hours, eval_dataset, peft_config)
+        measures = ("return", "success", REWARD) if listed_functions(reward_funcs) else ("return", "success")
+        fitness = fitness or (REWARD if REWARD in measures else "return")
+        _check(trainer, model, args, members, fitness, measures, max_episodes, max_hours, eval_dataset, peft_config)
         self._space = search_space(type(args), hyperparameters)
         _check_values(args, self._space, names_of(environment))
         self.output_dir = Path(args.output_dir)
@@ -193,6 +199,12 @@ class Population:
         self._args, self._members, self._seed = args, members, seed
         self._strategy = strategy_of(strategy, members)
         self._schedule = Schedule.of(args, rounds, iterations_differ="num_iterations" in hyperparameters)
+        if self._schedule.end(0, members, max_episodes) is None:
+            least = members * self._schedule.episodes(0, self._schedule.quantum)
+            raise ValueError(
+                f"max_episodes={max_episodes} ends the search before its first round: one step of {members} members plays "
+                f"{least} episodes."
+            )
         self._max_episodes, self._max_hours = max_episodes, max_hours
         self._fitness, self._processes = fitness, processes or Processes()
         self._model, self._quantization_config, self._on_trainer = model, quantization_config, on_trainer
@@ -223,7 +235,9 @@ class Population:
             The lineage, which ``lineage.json`` holds.
 
         Raises:
-            PopulationError: If all members failed in the first round, or the folder holds another population.
+            PopulationError: If all members failed in a round, other than by diverging in a later one than the first, or if
+                the folder holds another population.
+            OSError: If the machine or the environment failed, as do others of its errors; a further call goes on.
         """
         with ExitStack() as stack:
             self._open(stack)
@@ -253,21 +267,21 @@ class Population:
                 lineage.events += trained
                 if scores:
                     lineage.best = ranked(scores)[0].member
-                elif number == 1:
+                elif number == 1 or not all(one.diverged for one in results):
                     self._write()
-                    raise PopulationError(f"All members failed in the first round, member 0 with: {results[0].failed}")
+                    raise self._without_survivor(results)
                 else:
-                    logger.warning("All members failed in round %d. The best is that of the round before.", number)
+                    logger.warning("All members diverged in round %d. The best is that of the round before.", number)
                 decided: list[LineageEvent] = []
                 if scores and end in self._schedule.ends[:-1]:
                     living, decided = self._select(number, living, scores, end)
                 else:
                     living = []
                 lineage.events += decided
-                self._keep_winner(number)
-                self._write()
                 if not replayed:
                     self._forget(assignments)
+                self._keep_winner(number)  # other processes wait for it, before they begin the next round
+                self._write()
                 if on_round is not None and self._processes.is_main:
                     planned = len(self._schedule.ends)
                     on_round(Round(number, trained, decided, episodes, seconds, replayed, planned))
@@ -288,11 +302,24 @@ class Population:
         )
         return [one if one.failed else replace(one, failed=reason) for one in results]
 
+    def _without_survivor(self, results: Sequence[Result]) -> PopulationError:
+        """Forget the results of a round in which all members failed, and return the error that says so."""
+        number, first, best = results[0].round, results[0], self.output_dir / BEST
+        if self._processes.is_main:
+            shutil.rmtree(self._round(number))
+        so_far = f" The best policy so far is in {best}." if number > 1 else ""
+        return PopulationError(
+            f"All members failed in round {number}, member {first.member} with: {first.failed}\nNo result of this round was "
+            f"kept: run again, once its cause is mended, to train its members again.{so_far}"
+        )
+
     def _replay_winner(self) -> HeldOut | None:
         """Play the winner's policy on episodes by which nobody was chosen; read them if that was done before."""
-        winner, file = self.lineage.winner, self.output_dir / "rounds" / "held_out.json"
+        winner = self.lineage.winner
         if winner is None:
             return None
+        # By its name, since a larger budget may find another winner.
+        file = self.output_dir / "rounds" / f"held_out-{winner.round:04d}-{winner.member:02d}.json"
         if self._processes.is_main and not file.is_file():
             rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness)
             args = self._configured(winner.member, winner.hyperparameters)
@@ -485,7 +512,7 @@ class Population:
             member: A member's number. Default: the policy with the highest fitness, which ``lineage.winner`` tells of.
 
         Raises:
-            ValueError: If the folder holds something, or no such member trained.
+            ValueError: If the folder holds something, no such member trained, or its last policy has no fitness.
         """
         folder = Path(folder)
         if folder.exists() and any(folder.iterdir()):
@@ -547,6 +574,13 @@ class Population:
             trained, source = lineage.winner, self.output_dir / BEST
         else:
             raise PopulationError("There is no policy before the first round is over. Call run().")
+        steps = read_json(source / RECORD)["global_step"]
+        if steps != trained.steps:
+            raise ValueError(
+                f"{source} holds a policy of step {steps}, and the fitness of member {trained.member} is of step "
+                f"{trained.steps}: the member failed later, or rounds of an earlier call are being read (Round.replayed). "
+                "Export the best policy, without `member`, after run()."
+            )
         copy_policy(source, folder)
         shorten_paths(folder)  # people upload what they export
         lineage.public().write(folder)
@@ -583,15 +617,14 @@ class Population:
             options = public_options(options, type(self._args), public)
         peft_config, fitness = self._arguments["peft_config"], self._fitness
         strategy = asdict(self._strategy) if is_dataclass(self._strategy) else {"name": self._strategy.name}
-        given = self._arguments["reward_funcs"]
-        functions = [] if given is None else given if isinstance(given, list) else [given]
         settings = {
             "algorithm": f"{self._trainer.__module__}:{self._trainer.__qualname__}",
             "model": str(self._model),
             **described,
             "data": data,
             "reward_funcs": [
-                one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__) for one in functions
+                one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
+                for one in listed_functions(self._arguments["reward_funcs"])
             ],
             "members": self._members,
             "rounds": list(self._schedule.ends),
@@ -675,6 +708,7 @@ def _check(
     args: Any,
     members: int,
     fitness: Any,
+    measures: Sequence[str],
     max_episodes: int | None,
     max_hours: float | None,
     eval_dataset: Any,
@@ -687,8 +721,10 @@ def _check(
         )
     if members < 2:
         raise ValueError(f"members must be at least 2, got {members}.")
-    if not callable(fitness) and fitness not in ("return", "success"):
-        raise ValueError(f"fitness must be 'return', 'success' or a function of an episode, got {fitness!r}.")
+    if not callable(fitness) and fitness not in measures:
+        raise ValueError(
+            f"fitness must be {', '.join(map(repr, measures))} or a function of an episode, got {fitness!r}."
+        )
     for name, budget in (("max_episodes", max_episodes), ("max_hours", max_hours)):
         if budget is not None and budget <= 0:
             raise ValueError(f"{name} must be above 0, got {budget}.")
@@ -696,11 +732,14 @@ def _check(
         raise TypeError(
             f"model must be a folder or Hub id, from which the base is loaded once, got {type(model).__name__}."
         )
-    if peft_config is None and find_adapters(str(model)) is None:
-        raise ValueError(
-            "Members share one frozen base and differ in their adapters: pass `peft_config=LoraConfig(...)`, or a saved "
-            "adapter as `model`."
-        )
+    if peft_config is None:
+        saved = find_adapters(str(model))
+        if saved is None:
+            raise ValueError(
+                "Members share one frozen base and differ in their adapters: pass `peft_config=LoraConfig(...)`, or a saved "
+                "adapter as `model`."
+            )
+        check_lendable(saved)
     check_bias(peft_config, "members")
     if peft_config is not None and changes_base(peft_config):
         raise ValueError(
@@ -711,6 +750,7 @@ def _check(
     refused = {
         "max_steps": (args.max_steps <= 0, "must be the length of one member's run"),
         "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),
+        "save_only_model": (args.save_only_model, "would save no optimizer state, with which members go on"),
         "push_to_hub": (args.push_to_hub, "would push every member; call population.push_to_hub() after run()"),
         "max_wall_seconds": (
             args.max_wall_seconds, "would end a member inside its round; limit the population by max_hours"
@@ -752,7 +792,7 @@ def _check_values(args: MultiTurnConfig, space: SearchSpace, environments: list[
 def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | None:
     """Return the winner's result on held-out episodes for the card's metadata; None for others, or without one."""
     found, settings = lineage.held_out, lineage.settings
-    if found is None or found.fitness is None or trained != lineage.winner:
+    if found is None or found.fitness is None or (found.member, found.round) != (trained.member, trained.round):
         return None
     error = {} if found.standard_error is None else {"standard_error": round(found.standard_error, 4)}
     played = {"episodes_of": "held-out episodes", "episodes": found.episodes, **error}
@@ -769,7 +809,7 @@ def _section(lineage: Lineage, trained: LineageEvent) -> str:
     held_out = lineage.held_out
     chosen = f" over {settings['num_eval_episodes']} evaluation episodes"
     replayed = ""
-    if held_out is not None and held_out.fitness is not None and trained == lineage.winner:
+    if held_out is not None and _held_out_result(lineage, trained) is not None:
         chosen += ", by which it was chosen,"
         shown = with_error(held_out.fitness, held_out.standard_error)
         replayed = f" On {held_out.episodes} held-out episodes, by which nothing was chosen, it is {shown}."

@@ -110,8 +110,8 @@ def test_a_killed_population_is_the_same(embedded_model: Path, tmp_path: Path, m
     whole.run()
     evaluate = members.evaluate_adapters
 
-    def killed(*given: Any) -> Any:
-        evaluate(*given)
+    def killed(*given: Any, **named: Any) -> Any:
+        evaluate(*given, **named)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

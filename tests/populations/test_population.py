@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from hub_population import KEY, TOKEN
 from hub_runs import run
 from hub_server import running_hub
@@ -23,8 +25,18 @@ from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.integrity import mark_complete
+from agile_trainers.envs.checker import EnvironmentProtocolError
 from agile_trainers.evaluation.results import evaluation_episodes
-from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
+from agile_trainers.populations import (
+    HyperparameterConfig,
+    Lineage,
+    PopulationError,
+    Processes,
+    Range,
+    Selection,
+    Successor,
+    split_processes,
+)
 from agile_trainers.populations import population as module
 from agile_trainers.populations.lineage import HeldOut
 from agile_trainers.populations.members import Assignment, Rounds, SharedBase, continue_checkpoint, saved_adapter
@@ -54,8 +66,16 @@ def trained(request, embedded_model, tmp_path_factory) -> Any:
     folder = tmp_path_factory.mktemp("halved")
     made = population(embedded_model, folder, request.param, on_trainer=note, **OPTIONS[request.param])
     made.digest, made.bases = made.base.digest(), bases
-    made.rounds = []
-    made.run(made.rounds.append)
+    made.rounds, made.winners_when_deleting = [], []
+    forget = module.forget_checkpoints
+
+    def forgetting(*given: Any) -> None:
+        made.winners_when_deleting.append(len(list(folder.glob("rounds/*/winner.json"))))
+        forget(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "forget_checkpoints", forgetting)
+        made.run(made.rounds.append)
     return made
 
 
@@ -398,7 +418,7 @@ def test_a_member_that_crashes_or_turns_nan_loses_only_itself(embedded_model, tm
     def harm(trainer: Any, member: int) -> None:
         quiet(trainer, member)
         if member == 1:
-            raise OSError("the simulator is gone")
+            raise RuntimeError("the simulator is gone")
         if member == 2:
             for name, parameter in trainer.model.named_parameters():
                 if "lora_B" in name:
@@ -408,7 +428,7 @@ def test_a_member_that_crashes_or_turns_nan_loses_only_itself(embedded_model, tm
     lineage = made.run()
     events = {event.member: event for event in lineage.events if event.event in ("trained", "failed")}
     assert [events[n].event for n in range(3)] == ["trained", "failed", "failed"] and made.best == 0
-    assert events[1].reason == "OSError: the simulator is gone" and events[2].reason
+    assert events[1].reason == "RuntimeError: the simulator is gone" and events[2].reason
     assert json.loads((tmp_path / "rounds/0001/member-01.json").read_text())["failed"] == events[1].reason
     lengths = [1 + spec.seed % 2 for spec in evaluation_episodes(3, 6, domain=SELECTION)]
     assert events[0].fitness == pytest.approx(sum(lengths) / 6)
@@ -465,6 +485,7 @@ def test_a_population_knows_its_data(embedded_model, tmp_path):
     file.write_text("one")
     given = {
         "environment": functools.partial(Reads, str(file)), "train_dataset": [{"level": 1}], "eval_dataset": [{"level": 2}],
+        "fitness": "return",
     }  # fmt: skip
     first = population(embedded_model, tmp_path / "out", **given)
     with ExitStack() as stack:
@@ -498,16 +519,152 @@ def test_a_policy_with_a_broken_weight_joins_no_batch(trained, tmp_path):
     name, broken = next(iter(weights.items()))
     broken[0, 0] = float("inf")
     save_file(dict(weights), folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"1 of the policy's {len(weights)} weights are not finite: {name}"):
+    with pytest.raises(FloatingPointError, match=rf"1 of the policy's {len(weights)} weights are not finite: {name}"):
         saved_adapter(folder)
 
 
-def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
-    def harm(trainer: Any, member: int) -> None:
-        raise OSError("the simulator is gone")
+class Harm(TrainerCallback):
+    """Harms all members from a round on: makes no trainer with an error, turns the policy NaN without one."""
 
-    with pytest.raises(PopulationError, match="OSError: the simulator is gone"):
-        population(embedded_model, tmp_path, on_trainer=harm).run()
+    def __init__(self, after: int, error: Exception | None = None) -> None:
+        self.after, self.error, self.rounds = after, error, 0
+
+    def attach(self, trainer: Any, member: int) -> None:
+        quiet(trainer, member)
+        if self.rounds >= self.after:
+            if self.error is not None:
+                raise self.error
+            trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(float("nan"))
+
+    def count(self, done: Any) -> None:
+        self.rounds += 1
+
+
+def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
+    harm = Harm(0, RuntimeError("the simulator is gone"))
+    with pytest.raises(PopulationError, match="round 1, member 0 with: RuntimeError: the simulator is gone"):
+        population(embedded_model, tmp_path, on_trainer=harm.attach).run()
+    assert not list(tmp_path.glob("rounds/*/*"))
+
+
+def test_a_round_without_a_survivor_is_played_again(embedded_model, tmp_path):
+    """Unless its members diverged, as they would again: then the best policy is that of the round before."""
+    harm = Harm(1, RuntimeError("the simulator is gone"))
+    made = population(embedded_model, tmp_path, on_trainer=harm.attach)
+    with pytest.raises(PopulationError, match=r"round 2, .* is gone\n.*run again.* best policy so far is in .*best"):
+        made.run(harm.count)
+    assert not made.lineage.finished
+    harm = Harm(1)
+    lineage = population(embedded_model, tmp_path, on_trainer=harm.attach).run(harm.count)
+    failed = [event.reason.partition(":")[0] for event in lineage.events if event.event == "failed"]
+    assert failed == ["LogitsError"] and lineage.finished
+    assert lineage.winner.round == lineage.held_out.round == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "disk"), MemoryError(), ConnectionError(), torch.AcceleratorError("gone")]
+)
+def test_an_error_of_the_machine_is_no_members_own(continued, tmp_path, error):
+    """It leaves no result, so that a run that goes on trains the member."""
+    args = arguments("grpo", tmp_path, **PARENT)
+    rounds = Rounds(continued.base, find_algorithm("grpo"), {"environment": Talk}, "return", Harm(0, error).attach)
+    with pytest.raises(type(error)):
+        list(rounds.run([Assignment(0, 1, args, 1, 8)], args))
+
+
+def test_an_environment_that_is_down_is_no_members_own(continued, tmp_path):
+    class Down(Talk):
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            raise ConnectionError("the server is down")
+
+    args = arguments("grpo", tmp_path, **PARENT)
+    rounds = Rounds(continued.base, find_algorithm("grpo"), {"environment": Down, "peft_config": lora()}, "return")
+    with pytest.raises(EnvironmentProtocolError, match="the server is down"):
+        list(rounds.run([Assignment(0, 1, args, 1, 8)], args))
+
+
+def test_a_larger_budget_finds_another_winner(embedded_model, tmp_path):
+    """Its held-out result is its own; while rounds are read again, the best policy is already the later one."""
+    calls: list[Trajectory] = []
+
+    def rising(episode: Trajectory) -> float:
+        calls.append(episode)
+        return float(len(calls))
+
+    first = population(embedded_model, tmp_path / "out", fitness=rising, max_hours=1e-9).run()
+    assert (first.held_out.round, first.held_out.fitness) == (1, pytest.approx(15.5))  # episodes 13 to 18
+    made = population(embedded_model, tmp_path / "out", fitness=rising, max_hours=10)
+    lineage = made.run()
+    assert (lineage.winner.round, lineage.held_out.round, lineage.held_out.fitness) == (2, 2, pytest.approx(27.5))
+    lineage.held_out = first.held_out
+    assert "held-out" not in (made.export(tmp_path / "winner") / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"holds a policy of step 2, .* is of step 1"):
+        made.run(lambda done: made.export(tmp_path / str(done.number)))
+
+
+def test_a_policy_is_not_exported_with_the_fitness_of_another(trained, tmp_path, monkeypatch):
+    """A member that trained another round, and failed in its evaluation."""
+    *events, last = trained.lineage.events
+    failed = replace(last, event="failed", fitness=None, reason="The fitness is not a finite number.")
+    monkeypatch.setattr(trained, "lineage", replace(trained.lineage, events=[*events, failed]))
+    with pytest.raises(ValueError, match=r"holds a policy of step 2, .* is of step 1: the member failed later"):
+        trained.export(tmp_path / "failed", last.member)
+
+
+def test_checkpoints_are_deleted_before_other_processes_go_on(trained):
+    """They wait for the round's winner, and train the next round's copies then."""
+    assert trained.winners_when_deleting == [0, 0, 1, 1]
+
+
+def test_a_member_without_its_checkpoint_does_not_begin_anew(continued, tmp_path):
+    args = arguments("grpo", tmp_path, **PARENT)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint any more.* begins round 2"):
+        list(continued.rounds.run([Assignment(0, 2, args, 2, 8)], args))
+
+
+def test_reward_functions_are_the_fitness(embedded_model, continued, tmp_path):
+    """With the return, by their weights; it has no known lowest value."""
+    played: list[list[float]] = []
+
+    def judge(completions: Any, trajectories: list[Trajectory], **_: Any) -> list[float]:
+        scores = [float(len(one.turns)) for one in trajectories]
+        played.append([2 * score + one.episode_return for score, one in zip(scores, trajectories)])
+        return scores
+
+    made = population(embedded_model, tmp_path, reward_funcs=judge)
+    assert made.lineage.settings["fitness"] == "reward" and made.lineage.settings["reward_funcs"] == ["judge"]
+    given = {"environment": Talk, "peft_config": lora(), "reward_funcs": judge}
+    args = arguments("grpo", tmp_path / "member", reward_weights=[2.0])
+    rounds = Rounds(continued.base, find_algorithm("grpo"), given, made._fitness)
+    (result,) = rounds.run([Assignment(0, 1, args, 1, 8)], args)
+    assert len(result.values) == 6 and result.values == pytest.approx(played[-1]) and result.lowest is None
+
+
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test_an_adapter_that_changes_the_bases_memory_is_refused(embedded_model, tmp_path, init):
+    """PiSSA's changes the base too, but in memory of its own."""
+    trainer = MultiTurnGRPOTrainer(
+        str(embedded_model), environment=Talk, args=arguments("grpo", tmp_path / "first"), peft_config=lora()
+    )
+    trainer.save_model()
+    file = tmp_path / "first" / "adapter_config.json"
+    write_json(file, {**read_json(file), "init_lora_weights": init})
+    made = functools.partial(population, tmp_path / "first", tmp_path / "out", merge_lora_configs=True)
+    if init == "pissa":
+        base = made(peft_config=None).base
+        before = base.digest()
+        MultiTurnGRPOTrainer(base.lend(), environment=Talk, args=arguments("grpo", tmp_path / "second"))
+        assert base.digest() == before
+        return
+    with pytest.raises(ValueError, match="'olora': each time it is loaded it changes the base"):
+        made(peft_config=None)
+    with pytest.raises(ValueError, match="'olora': each time it is loaded it changes the base"):
+        _ = made().base
 
 
 def test_a_population_extends_a_saved_adapter(embedded_model, tmp_path):
@@ -534,6 +691,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("rounds must be between 1 and 2", {"rounds": 3}),
     ("fitness must be", {"fitness": "reward"}),
     ("max_episodes must be above 0", {"max_episodes": 0}),
+    ("max_episodes=15 .*one step of 2 members plays 16", {"max_episodes": 15}),
     ("max_hours must be above 0", {"max_hours": 0}),
     ("strategy must be one of", {"strategy": "evolution"}),
     ("peft_config=LoraConfig", {"peft_config": None}),
@@ -542,6 +700,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("push_to_hub=True", {"push_to_hub": True}),
     ("report_to=.'wandb'.", {"report_to": ["wandb"]}),
     ("save_total_limit=1", {"save_total_limit": 1}),
+    ("save_only_model=True", {"save_only_model": True}),
     ("max_wall_seconds=60.*max_hours", {"max_wall_seconds": 60}),
     ("offload_policy_during_rollout=True", {"offload_policy_during_rollout": True, "use_vllm": True}),
     ("vllm_tensor_parallel_size=2", {"vllm_tensor_parallel_size": 2, "use_vllm": True}),
@@ -561,6 +720,25 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 def test_bad_input_is_refused_before_anything_is_loaded(embedded_model, tmp_path, message, changes):
     with pytest.raises(ValueError, match=message):
         population(embedded_model, tmp_path, **changes)
+
+
+def test_a_process_without_a_gpu_is_refused(monkeypatch):
+    """Of three on a machine of two; on one without any they train on CPU."""
+    for name, value in {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    gpus = {"0", "1"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: os.environ["CUDA_VISIBLE_DEVICES"] in gpus)
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    with pytest.raises(ValueError, match="no GPU for process 2 of 3"):
+        split_processes()
+    for local, there, left in (("1", {"0", "1"}, "1"), ("2", set(), None)):
+        for name, value in {"WORLD_SIZE": "3", "RANK": local, "LOCAL_RANK": local}.items():
+            monkeypatch.setenv(name, value)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        gpus = there
+        assert split_processes() == Processes(int(local), 3)
+        assert left in (None, os.environ["CUDA_VISIBLE_DEVICES"])
 
 
 def test_other_kinds_of_input_are_refused(embedded_model, tmp_path, monkeypatch):
