@@ -3464,8 +3464,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the user's own arguments are completed", "config/multi_turn.py",
-        "        args = copy.copy(self)\n        if args.vllm_importance",
-        "        args = self\n        if args.vllm_importance",
+        "        args = copy.copy(self)\n        args._iterate_once()",
+        "        args = self\n        args._iterate_once()",
         "tests/trainers/test_reward_functions.py -k makes_two_trainers",
     ),
     Mutation(
