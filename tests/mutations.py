@@ -2524,6 +2524,35 @@ MUTATIONS = [
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(
+        "five batches of one group show a solved task", "evaluation/diagnosis.py",
+        "number * max(self.groups, 1) * _divergence(mean, beyond) >= -log(CHANCE)", "True",
+        DIAGNOSIS + " -k enough_groups",
+    ),
+    Mutation(
+        "what only looks solved is reported", "evaluation/diagnosis.py",
+        "unsure |= set() if evidence.certain else {check.name}", "pass", DIAGNOSIS + " -k enough_groups",
+    ),
+    Mutation(
+        "an old evaluation contradicts a solved task", "evaluation/diagnosis.py",
+        "lost = trained >= SOLVED and wilson", "lost = wilson", DIAGNOSIS + " -k training_alone",
+    ),
+    Mutation(
+        "a declared range is dropped for returns that equal success", "evaluation/results.py",
+        "if not own and rows and all(", "if rows and all(", "tests/evaluation/test_comparison.py -k declared_range",
+    ),
+    Mutation(
+        "a range that the other policy contradicts is used", "evaluation/comparison.py",
+        "first.limits(measure, second)", "first.limits(measure)", "tests/evaluation/test_comparison.py -k declared_range",
+    ),
+    Mutation(
+        "an evaluation's row shows the return without failed episodes", "monitor/progress.py",
+        '("return", "return/mean")', '("return/mean", "return")', "tests/trainers/test_progress_table.py",
+    ),
+    Mutation(
+        "a policy whose episodes all failed has no success", "evaluation/results.py",
+        'return {**row, "success": False} if', 'return row if', "tests/evaluation/test_comparison.py -k only_winners",
+    ),
+    Mutation(
         "noise counts as a fall", "evaluation/statistics.py", "ALPHA = 2e-3", "ALPHA = 0.1",
         "tests/evaluation/test_sequential.py",
     ),

@@ -200,7 +200,7 @@ def compare_pairs(first: EpisodeResults, second: EpisodeResults, measure: Measur
     if any(row[measure] is None and not StopReason(row["stop_reason"]).failed for row in [*first.rows, *second.rows]):
         raise ValueError(f"measure={measure!r}: the environment does not report it. Compare the return.")
     ours, theirs = first.values(measure), second.values(measure)
-    limits = first.limits(measure) if first.limits(measure) == second.limits(measure) else None
+    limits = first.limits(measure, second)
     all_units = paired_units(first, second)
     pairs, units = [], []
     for a, b, unit in zip(ours, theirs, all_units):

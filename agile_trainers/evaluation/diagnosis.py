@@ -7,29 +7,37 @@ section for each finding.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from math import atanh, inf, isnan, tanh
+from math import atanh, inf, isnan, log, tanh
 from statistics import fmean
 from typing import Any
 
-from agile_trainers.evaluation.statistics import Course, Shift
+from agile_trainers.evaluation.statistics import Course, Shift, wilson_interval
 
 BATCHES = 5
 """Values over which a condition on the episodes must hold."""
 UPDATES = 10
 """Values over which a condition on the updates must hold."""
 KEPT = 40
-"""Latest values that are kept of each metric."""
+"""Latest values that are kept of each metric, but ``LONG`` of success."""
+LONG = 100
+"""Batches that may decide whether a task is solved or too hard, at most."""
+CHANCE = 0.002
+"""Probability up to which chance explains that a task looks solved, or too hard. Tasks are drawn group by group, and the
+members of a group may be all won or all lost: a few batches of few groups show little."""
 QUIET = 100
 """Steps for which a finding must have been absent before it is reported again. Until then it explains others."""
 
 SOLVED = 0.95
 """Share of successful episodes from which a task is solved."""
 NEARLY_SOLVED = 0.9
-"""Share of successful episodes from which few tasks are left; that no group differs for a while is then no fault."""
+"""Share of successful episodes from which few tasks are left; that no group differs for a while is then no fault. A solved
+task must be shown to have more."""
 UNSOLVED = 0.02
 """Share of successful episodes up to which a task is too hard."""
+SOME = 0.2
+"""Share of successful episodes that must be shown to be more than a task that is too hard has."""
 EASY = 0.8
 """Share of successful episodes from which a task is too easy for the policy that training starts with."""
 MOST = 0.95
@@ -128,6 +136,8 @@ class Evidence:
     """Severity, larger is worse. A finding is reported again when this has doubled."""
     advice: str = ""
     """Takes the place of the health check's advice, where the numbers tell more."""
+    certain: bool = True
+    """False: it explains other findings while it holds, but is not reported."""
 
 
 @dataclass
@@ -162,7 +172,7 @@ class MetricHistory:
             value = metrics[name]
             if isnan(value):
                 continue
-            self.latest[name] = [*self.latest.get(name, []), value][-KEPT:]
+            self.latest[name] = [*self.latest.get(name, []), value][-(LONG if name == "success" else KEPT) :]
             if len(self.earliest.setdefault(name, [])) < BATCHES:
                 self.earliest[name].append(value)
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -184,6 +194,30 @@ class MetricHistory:
         """Return the mean of the last ``count`` values; None if there are fewer."""
         values = self.last(name, count)
         return fmean(values) if values else None
+
+    def shown(self, least: float, beyond: float) -> float | None:
+        """Return the mean success of latest batches that is at least a share, and shown to be beyond a lower one.
+
+        Without patience the latest value is enough.
+
+        Args:
+            least: The share; one below a half is an upper bound, and ``beyond`` then a higher one.
+            beyond: Were the true share this one, ``BATCHES`` batches or more of such groups would have their mean with a
+                probability of at most ``CHANCE``.
+
+        Source: Hoeffding (1963), theorem 1, which holds for independent groups whatever happens within each.
+        """
+        values, total = self.latest.get("success", []), 0.0
+        if not self.patience:
+            values = values[-1:]
+        for number, value in enumerate(reversed(values), 1):
+            total += value
+            mean = total / number
+            beaten = mean >= least if least > 0.5 else mean <= least
+            enough = number >= BATCHES and number * max(self.groups, 1) * _divergence(mean, beyond) >= -log(CHANCE)
+            if beaten and (enough or not self.patience):
+                return mean
+        return None
 
     def means(self, name: str, count: int) -> list[float]:
         """Return the means of each ``count`` values in a row, of the latest; an empty list if there are fewer."""
@@ -233,6 +267,11 @@ def _variance(values: list[float]) -> float:
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
+def _divergence(share: float, other: float) -> float:
+    """Return the Kullback-Leibler divergence of two probabilities of success, in nats."""
+    return sum(p * log(p / q) for p, q in ((share, other), (1 - share, 1 - other)) if p > 0)
+
+
 # ------------------------------------------------------------------------------------------------------- conditions
 
 
@@ -262,9 +301,18 @@ def _solved(history: MetricHistory, options: Any) -> Evidence | None:
     alike = history.last("seeds_alike", 1) == [1.0]
     where = ", in the same task: seeds make no difference" if alike else ""
     advice = "What was learned holds for this task alone: derive the task from the seed of reset, unless one is meant."
+    shown = history.shown(SOLVED, NEARLY_SOLVED)
+    lost = [text for name, text in history.notes.items() if name.startswith(_EVALUATED)]
+    if shown is not None and lost:
+        # Twice as severe, so that it is told where the task was called solved before.
+        return Evidence(
+            f"Solved in training alone: {shown:.0%} of the latest episodes succeeded, but {lost[0]}.", 2.0,
+            advice="What was learned does not hold for the episodes of the evaluation: train on more or other tasks.",
+        )  # fmt: skip
     return Evidence(
-        f"Solved: {success:.0%} of the latest episodes succeeded{since}{where}.", advice=advice if alike else ""
-    )
+        f"Solved: {shown or success:.0%} of the latest episodes succeeded{since}{where}.",
+        advice=advice if alike else "", certain=shown is not None,
+    )  # fmt: skip
 
 
 def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
@@ -313,9 +361,8 @@ def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
     none, success = _without_advantage(history, options), history.mean("success")
     if none is None or success is None or success > UNSOLVED or history.mean("demonstrations/alone"):
         return None  # what experts can do is not too hard
-    return _of_sampling(
-        history, options, f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage."
-    )
+    text = f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage."
+    return replace(_of_sampling(history, options, text), certain=history.shown(UNSOLVED, SOME) is not None)
 
 
 def _too_easy(history: MetricHistory, options: Any) -> Evidence | None:
@@ -792,6 +839,7 @@ class HealthCheck:
 
 _EPISODES = ("success", "advantage/zero", "return/mean", "return/std", "return/min", "return/max")
 _MISSING = ("stop/environment_error", "stop/environment_timeout", "success/unreported", "rewards/nan")
+_EVALUATED = "solved in training alone, by "
 _LIMITS = ("truncated", "max_turns", "context_full", "rewrite_full")
 COURSES = ("success", "reward", "entropy", "answers_cut", "turns/mean")
 """Metrics that are compared with their first value, batch by batch."""
@@ -1011,16 +1059,20 @@ def findings(
         What holds now, by name, with its severity.
     """
     held: dict[str, tuple[Finding, float]] = {}
+    unsure = set[str]()
     for check in HEALTH_CHECKS:
         evidence = check.shown_by(history, options)
         if evidence is not None:
             advice = evidence.advice or check.advice
             held[check.name] = Finding(check.name, step, evidence.text, advice), evidence.size
+            unsure |= set() if evidence.certain else {check.name}
     loud = {name for name, (_, size) in held.items() if history.patience and size >= BY_NAME[name].silences_from}
     return {
         name: found
         for name, found in held.items()
-        if name in (loud or held) and not any(_explains(cause, name, held, lately) for cause in BY_NAME[name].unless)
+        if name in (loud or held)
+        and name not in unsure
+        and not any(_explains(cause, name, held, lately) for cause in BY_NAME[name].unless)
     }
 
 
@@ -1075,6 +1127,21 @@ class Diagnosis:
             self._history.notes.pop(name, None)
         else:
             self._history.notes[name] = text
+
+    def evaluated(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Take an evaluation, which says whether what looks solved in training is.
+
+        Args:
+            prefix: Of its metrics.
+            metrics: Its metrics, with ``success`` of ``episodes``; one with failed episodes says nothing.
+        """
+        trained, success = self._history.mean("success"), metrics.get(f"{prefix}_success")
+        if trained is None or success is None or metrics[f"{prefix}_failed"]:
+            return
+        number = round(metrics[f"{prefix}_episodes"])
+        lost = trained >= SOLVED and wilson_interval(round(success * number), number).high < NEARLY_SOLVED
+        text = f"{prefix}_success is {success:.0%} of {number} episodes"
+        self.note(f"{_EVALUATED}{prefix}", text if lost else None)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Take the metrics of an optimizer step and return the findings to report.

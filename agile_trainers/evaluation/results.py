@@ -135,21 +135,31 @@ class EpisodeResults:
             for row in self.rows
         ]
 
-    def limits(self, measure: str) -> Range | None:
+    def limits(self, measure: str, *others: EpisodeResults) -> Range | None:
         """Return the lowest and highest value of a measure, of all environments; None if one declares no range.
 
-        Returns that equal the reported success in every episode are between 0 and 1. A range that a return contradicts is
-        none.
+        Where none is declared, returns that equal the reported success in every episode are between 0 and 1. A range that a
+        return contradicts is none.
+
+        Args:
+            measure: ``"success"`` or ``"return"``.
+            others: Results of other policies, whose returns must be in the range too.
         """
-        sound = [row for row in self.rows if not StopReason(row["stop_reason"]).failed]
-        if measure == "success" or (sound and all(row["success"] == row["return"] for row in sound)):
+        if measure == "success":
             return 0.0, 1.0
-        declared = [self.ranges.get(name) for name in {row["environment"] for row in self.rows}]
-        known = [one for one in declared if one is not None]
-        if len(known) < len(declared) or not known:
-            return None
+        sound: dict[str | None, list[dict[str, Any]]] = {}
+        for row in (row for one in (self, *others) for row in one.rows):
+            sound.setdefault(row["environment"], []).extend([] if _failed(row) else [row])
+        known = set[Range]()
+        for name, rows in sound.items():
+            own = {found for one in (self, *others) if (found := one.ranges.get(name)) is not None}
+            if not own and rows and all(row["success"] == row["return"] for row in rows):
+                own = {(0.0, 1.0)}
+            if not own:
+                return None
+            known |= own
         limits = min(low for low, _ in known), max(high for _, high in known)
-        returns = [row["return"] for row in sound]
+        returns = [row["return"] for rows in sound.values() for row in rows]
         if returns and not within(returns, limits):
             logger.warning_once(
                 f"The environment declares return_range={limits}, but episodes return {min(returns):g} to {max(returns):g}. "
@@ -160,9 +170,16 @@ class EpisodeResults:
 
 
 def reported_together(results: Sequence[EpisodeResults]) -> list[EpisodeResults]:
-    """Count success alike for policies in the same environments: once one reports it, those that do not are unsuccessful."""
+    """Count success alike for policies in the same environments: once one reports it, those that do not are unsuccessful.
+
+    So are failed episodes.
+    """
     known = set[str | None]().union(*(environments_with_success(one.rows) for one in results))
-    return [replace(one, rows=with_success(one.rows, known)) for one in results]
+
+    def counted(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "success": False} if row["success"] is None and row["environment"] in known else row
+
+    return [replace(one, rows=[counted(row) for row in with_success(one.rows, known)]) for one in results]
 
 
 def evaluation_metrics(
@@ -212,6 +229,21 @@ def counted_mean(
     Returns:
         Both NaN if every episode failed; the error, with fewer than two units.
     """
+    numbers, own = counted_values(values, rows, ranges, units)
+    return (fmean(numbers), standard_error(numbers, own)) if numbers else (math.nan, math.nan)
+
+
+def counted_values(
+    values: Sequence[float | None],
+    rows: Sequence[dict[str, Any]],
+    ranges: Mapping[str | None, Range],
+    units: Sequence[Hashable] | None = None,
+) -> tuple[list[float], list[Hashable]]:
+    """Return the values that count and the unit of each, with the arguments of :func:`counted_mean`.
+
+    Returns:
+        Failed episodes have the lowest value of their environment. Both are empty if every episode failed.
+    """
     found: dict[str | None, list[float]] = defaultdict(list)
     counted, failed = list[tuple[float, Hashable]](), list[tuple[str | None, Hashable]]()
     for value, row, unit in zip(values, rows, range(len(rows)) if units is None else units, strict=True):
@@ -220,12 +252,10 @@ def counted_mean(
         elif value is not None and not math.isnan(value):
             found[row["environment"]].append(value)
             counted.append((value, unit))
-    if not found:
-        return math.nan, math.nan
     every = [value for value, _ in counted]
-    counted += [(failed_value(found[name] or every, ranges.get(name)), unit) for name, unit in failed]
-    numbers = [value for value, _ in counted]
-    return fmean(numbers), standard_error(numbers, [unit for _, unit in counted])
+    if every:
+        counted += [(failed_value(found[name] or every, ranges.get(name)), unit) for name, unit in failed]
+    return [value for value, _ in counted], [unit for _, unit in counted]
 
 
 def _failed(row: Mapping[str, Any]) -> bool:
@@ -429,13 +459,12 @@ def summarize_policy(results: EpisodeResults) -> PolicySummary:
     """Summarize the episodes of one policy."""
     (results,) = reported_together([results])
     rows = [row for row in results.rows if not StopReason(row["stop_reason"]).failed]
-    units, returns = results.units, results.values("return")
-    limits = results.limits("return")
-    lowest = failed_value([one for one in returns if one is not None], limits)
+    units, limits, played = results.units, results.limits("return"), results.values("success")
+    returns = counted_values(results.values("return"), results.rows, results.ranges, units)
     # Of several environments, one may report success and another not.
     reporting = environments_with_success(results.rows)
     counted = [index for index, row in enumerate(results.rows) if row["environment"] in reporting]
-    successes = [results.values("success")[index] or 0.0 for index in counted]
+    successes = [played[index] or 0.0 for index in counted]
     return PolicySummary(
         episodes=len(results.rows),
         failed=len(results.rows) - len(rows),
@@ -444,7 +473,7 @@ def summarize_policy(results: EpisodeResults) -> PolicySummary:
         information_differs=results.greedy and _differing(results),
         greedy=results.greedy,
         success=_mean(successes, [units[index] for index in counted]),
-        episode_return=_mean([lowest if one is None else one for one in returns], units, limits) if rows else None,
+        episode_return=_mean(*returns, limits),
         turns=fmean(row["turns"] for row in rows) if rows else None,
         action_tokens=fmean(row["action_tokens"] for row in rows) if rows else None,
         stop_reasons=dict(Counter(row["stop_reason"] for row in results.rows).most_common()),

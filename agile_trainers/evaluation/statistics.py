@@ -443,9 +443,10 @@ def failed_value(values: Sequence[float], limits: tuple[float, float] | None) ->
 
     Args:
         values: Those of the episodes that did not fail.
-        limits: The lowest and highest possible value. None: the lowest of ``values`` and 0 is taken.
+        limits: The lowest and highest possible value; None if unknown, which takes 0 for the lowest. A value that is lower
+            counts instead.
     """
-    return min([0.0, *values]) if limits is None else limits[0]
+    return min([0.0 if limits is None else limits[0], *values])
 
 
 # --------------------------------------------------------------------------------- comparisons over the course of a run

@@ -194,6 +194,10 @@ class HealthChecks:
         """Take evidence that was established elsewhere; see :meth:`Diagnosis.note`."""
         self._diagnosis.note(name, text)
 
+    def note_evaluation(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Take an evaluation; see :meth:`Diagnosis.evaluated`."""
+        self._diagnosis.evaluated(prefix, metrics)
+
     def measure(self, generation: int, trajectories: Sequence[Trajectory], models: Models) -> dict[str, float]:
         """Measure the policy; see :meth:`PolicyMeasurements.take`."""
         return self._measurements.take(generation, trajectories, models)

@@ -21,7 +21,7 @@ from agile_trainers.checkpoints.model_card import measure
 
 _EPISODES = {
     "success": ("success",),
-    "return": ("return/mean", "return"),
+    "return": ("return", "return/mean"),  # an evaluation's own counts failed episodes
     "reward": ("reward",),
     "turns": ("turns/mean",),
     "length": ("completions/mean_length",),

@@ -187,13 +187,14 @@ class RolloutLog(TrainerCallback):
     # ---------------------------------------------------------------------------------------- evaluation and metrics
 
     def write_evaluation(self, step: int, prefix: str, played: Evaluated) -> None:
-        """Write the episodes of an evaluation.
+        """Write the episodes of an evaluation, and show its metrics to the health checks.
 
         Args:
             step: Optimizer steps so far.
             prefix: Prefix of its metrics.
             played: The episodes of this process.
         """
+        self._health.note_evaluation(prefix, played.metrics)
         if any(one.images for one in played.trajectories):
             self._write("images", lambda writer: writer.write_images(played.trajectories))
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,8 @@ def test_success_that_only_winners_report() -> None:
     assert summarize_policy(never).success is None
     (together,) = reported_together([never, winners])[:1]
     assert summarize_policy(together).success.value == 0.0
+    (broken, _) = reported_together([outcomes("f" * 40), winners])
+    assert summarize_policy(broken).success.value == 0.0, "failed ones are unsuccessful too"
     with pytest.raises(ValueError, match="measure='success'"):
         compare_policies(never, never, measure="success")
 
@@ -242,6 +245,38 @@ def test_returns_are_compared_where_success_is_not_reported() -> None:
     assert compare_policies(outcomes("wl"), outcomes("ww"), measure="return")[0].measure == "return"
     contradicted = replace(ours, ranges={None: (0.0, 2.0)})
     assert contradicted.limits("return") is None, "an episode returned 2.9"
+
+
+def test_a_declared_range_is_used_where_returns_equal_the_success() -> None:
+    """The environment pays -1 for the wrong form, which neither the better policy nor ten lost episodes have."""
+    declared: dict[str | None, Any] = {None: (-1.0, 1.0)}
+    half = replace(outcomes("wf" * 50), ranges=declared)
+    summary = summarize_policy(half)
+    assert summary.episode_return is not None and summary.episode_return.value == half.metrics["return"] == 0.0
+    lost = summarize_policy(replace(outcomes("l" * 10), ranges=declared)).episode_return
+    assert lost == Estimate(0.0, *mean_test([0.0] * 10, None, (-1, 1)).interval, 10)
+    ours = outcomes("w" * 96 + "l" * 24)
+    worse = [*outcomes("w" * 48).trajectories, *(episode(seed, -1.0, False) for seed in range(48, 120))]
+    ours, theirs = (replace(one, ranges=declared) for one in (ours, results(worse)))
+    (found,) = compare_policies(ours, theirs, measure="return")
+    assert (found.verdict, found.test) == ("better", "paired test of the mean")
+    beyond = [replace(one, ranges={None: (-0.5, 1.0)}) for one in (ours, theirs)]
+    assert beyond[0].limits("return") == (-0.5, 1.0) and beyond[0].limits("return", beyond[1]) is None
+    assert compare_policies(*beyond, measure="return")[0].verdict == "no verdict", "the other policy returns -1"
+
+
+def test_an_environment_of_several_may_declare_no_range() -> None:
+    rows = [{**row, "environment": "ab"[n % 2]} for n, row in enumerate(outcomes("wl" * 4 + "f").rows)]
+    played = replace(outcomes("wl" * 4 + "f"), rows=rows, ranges={"a": (-3.0, 3.0)})
+    assert played.limits("return") == (-3.0, 3.0)
+    assert replace(played, rows=[*rows, {**rows[1], "return": 0.5}]).limits("return") is None
+
+
+def test_a_summary_of_many_episodes_takes_no_time() -> None:
+    """Success is read once; read for each episode, these take a minute."""
+    begin = time.process_time()
+    assert summarize_policy(outcomes("wl" * 5_000)).success.value == 0.5
+    assert time.process_time() - begin < 5
 
 
 def test_both_measures_are_said_when_they_disagree() -> None:

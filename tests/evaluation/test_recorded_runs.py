@@ -30,7 +30,7 @@ FINDINGS: dict[str, list[tuple[int, str]]] = {
     "random reward": [(5, "reward_misses_success")],
     "beta=10": [(15, "kl_pins_policy")],
     "temperature .01": [(5, "zero_advantage_groups")],
-    "one secret, no rows": [(12, "solved")],
+    "one secret, no rows": [(17, "solved")],
     "empty observations": [(10, "prompts_unread")],
     "environment dies": [(2, "environment_failing"), (12, "environment_failing"), (22, "environment_failing")],
     "NaN for one answer": [(1, "environment_failing"), (11, "environment_failing"), (21, "environment_failing")],
@@ -45,9 +45,9 @@ FINDINGS: dict[str, list[tuple[int, str]]] = {
     "healthy, reinforce": [],
     "healthy, ppo": [],
     "healthy, slow": [],
-    "healthy, probe conditional": [(18, "solved")],
-    "healthy, probe memory": [(50, "solved")],
-    "healthy, probe two inputs": [(40, "solved")],
+    "healthy, probe conditional": [(25, "solved")],
+    "healthy, probe memory": [(59, "solved")],
+    "healthy, probe two inputs": [(48, "solved")],
 }
 """Log (from 1) and name of each finding."""
 

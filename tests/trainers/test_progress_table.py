@@ -27,7 +27,7 @@ from agile_trainers.monitor.progress import row_values, short, showing
 
 LOGS: list[dict[str, Any]] = [
     {"success": 0.25, "return/mean": -0.5, "reward": -0.5, "loss": 2e-6, "grad_norm": 1234.5, "turns/mean": 2.0},
-    {"eval_success": 0.5, "eval_return": 0.75, "eval_other_return": 9.0, "eval_runtime": 3.0},
+    {"eval_success": 0.5, "eval_return": 0.75, "eval_return/mean": 8.0, "eval_other_return": 9.0, "eval_runtime": 3.0},
     {"success": 0.5, "return/mean": 0.5, "reward": 0.7, "rewards/judge/mean": 0.2, "loss": None, "kl": float("nan")},
     {"train_runtime": 3.0, "loss": 1.0},
 ]
