@@ -239,7 +239,7 @@ def _check_files(model: Any, beta: float) -> None:
     if whole and not getattr(getattr(model, "config", None), "_name_or_path", ""):
         raise ValueError(
             f"beta={beta} needs a reference, which is loaded from the files that the model names, and this model was made "
-            "in memory and names none. Save it with model.save_pretrained(folder) and pass model=folder, or leave beta unset."
+            "in memory and names none. Save it with model.save_pretrained(folder) and pass model=folder, or leave beta at 0."
         )
 
 
