@@ -1428,6 +1428,19 @@ MUTATIONS = [
         "tests/trainers/test_reference.py -k average",
     ),
     Mutation(
+        "the reference of a model changed in memory is that of its files", "trainers/reference.py",
+        "            assign_parameter(parameter, value)", "            pass",
+        "tests/trainers/test_reference.py -k changed_in_memory",
+    ),
+    Mutation(
+        "a resumed run has the files of a model changed in memory as its reference", "trainers/reference.py",
+        "differs |= not torch.equal(value, there)", "pass", "tests/trainers/test_reference.py -k changed_in_memory",
+    ),
+    Mutation(
+        "a model as in its files has its reference in every checkpoint", "trainers/reference.py",
+        "differs |= not torch.equal(value, there)", "differs = True", "tests/trainers/test_reference.py -k as_in_its_files",
+    ),
+    Mutation(
         "TRL's constructor sees a moving reference", "trainers/arguments.py",
         '("use_vllm", "sync_ref_model")', '("use_vllm",)',
         "tests/trainers/test_reference.py",
@@ -2044,6 +2057,11 @@ MUTATIONS = [
         "if not any(parameter.requires_grad for", "if not any(True for", "tests/trainers/test_bad_input.py -k shows_at",
     ),
     Mutation(
+        "an optimizer of other parameters trains nothing", "trainers/setup.py",
+        "if len(missing) == len(trained):", "if len(missing) > len(trained):",
+        "tests/trainers/test_bad_input.py -k optimizer_of_other",
+    ),
+    Mutation(
         "a wrong range of returns shows at the first evaluation", "trainers/setup.py",
         "pool.return_range(name)  #", "pass  #", "tests/trainers/test_bad_input.py -k shows_at",
     ),
@@ -2216,6 +2234,14 @@ MUTATIONS = [
     Mutation(
         "a judge's function may close over nothing that is made later", "judges/asking.py",
         "with suppress(ValueError):  # it is", "if True:  # it is", "tests/judges/test_judges.py -k made_later",
+    ),
+    Mutation(
+        "rows that an evaluation leaves out by default are told of where none are", "trainers/evaluation.py",
+        "rows > count and", "rows >= count and", "tests/trainers/test_evaluation.py -k default_leaves_out",
+    ),
+    Mutation(
+        "a question of messages is shown as Python writes it", "envs/questions/environment.py",
+        "if _are_messages(row.get(name))), None)", "if False), None)", "tests/envs/test_reasoning.py -k of_messages",
     ),
     Mutation(
         "a data set without rows is taken to evaluate on", "trainers/evaluation.py",

@@ -775,6 +775,12 @@ _AHEAD = (
 EPISODES: tuple[Rule, ...] = (
     *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_BATCH, *_TURN_RATIOS,
     *_AHEAD,
+    Rule(
+        ("neftune_noise_alpha",),
+        lambda _, value: value is None,
+        "neftune_noise_alpha={value!r} adds noise to the embeddings in training alone, so that another policy would be "
+        "trained than the one that plays. Leave it unset.",
+    ),
 )  # fmt: skip
 """Rules for a run with an environment."""
 

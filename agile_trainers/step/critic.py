@@ -72,27 +72,21 @@ def _origin(batch: TurnBatch | TrainBatch) -> int:
     return batch.prompt_ids.size(1) if batch.path_ids is None else 0
 
 
-def attach_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: Any, *, name: str) -> None:
+def attach_critic(model: Any, args: Any, saved: SavedAdapters | None, *, name: str) -> None:
     """Add the critic's adapter to the policy's base model.
 
     Args:
         model: The policy.
         args: The configuration of an algorithm with a critic.
         saved: The adapters that the policy was loaded from, if any.
-        optimizer: The user's.
         name: The trainer's, for errors.
 
     Raises:
-        ValueError: Without LoRA, or with an optimizer made before the critic was.
+        ValueError: Without LoRA.
     """
     if not isinstance(model, PeftModel):
         raise ValueError(
             f"{name} trains policy and critic as two adapters on one base: pass `peft_config=LoraConfig(...)`."
-        )
-    if optimizer is not None:
-        raise ValueError(
-            f"{name} adds the critic's parameters to the model, which an optimizer made before cannot hold. Leave "
-            "`optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
         )
     # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
     zero3 = is_zero3(args.deepspeed_plugin)

@@ -65,6 +65,11 @@ _INSTEAD = {
     "environment_factory": "both name what is played",
 }
 """Arguments of TRL's that an environment replaces, and why."""
+_NEVER_CALLED = (
+    "_generate", "_generate_single_turn", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids",
+    "get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler", "evaluation_loop", "prediction_step",
+)  # fmt: skip
+"""Methods of TRL's that nothing calls with an environment, whose engine plays the episodes, those of evaluations too."""
 
 
 def named_model(model: Any) -> Any:
@@ -108,8 +113,9 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
 
     Raises:
         TypeError: For an argument of the wrong kind.
-        ValueError: For an argument that an environment replaces, a model that cannot be found or has an adapter already, a
-            tokenizer without an end of turn, or an ``output_dir`` that is a file or the model's own folder.
+        ValueError: For an argument that an environment replaces, a model that cannot be found, has an adapter already or
+            names no files for its reference, a tokenizer without an end of turn, or an ``output_dir`` that is a file or
+            the model's own folder.
     """
     config = trainer.config_class
     if not isinstance(args, config):
@@ -120,6 +126,13 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     for name, why in _INSTEAD.items():
         if given[name] not in (None, []):
             raise ValueError(f"`{name}` cannot be used together with `environment`: {why}. Drop one of the two.")
+    overridden = [name for name in _NEVER_CALLED if _is_overridden(trainer, name)]
+    if overridden:
+        logger.warning(
+            "%s overrides %s, which nothing calls with an environment: the engine plays the episodes, those of evaluations "
+            "too. Change what the environment says, or the reward functions, instead.",
+            trainer.__name__, ", ".join(overridden),
+        )  # fmt: skip
     values = {name: given[name] for name in _KINDS} | {"model": model}
     if isinstance(values["eval_dataset"], Mapping):
         values |= {f"eval_dataset[{name!r}]": part for name, part in values.pop("eval_dataset").items()}
@@ -132,12 +145,20 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         if teacher not in (ITSELF, THE_REFERENCE) and not is_address(teacher):
             check_model(teacher, option="teacher")
     _check_one_adapter(model, given["peft_config"])
+    if args.beta != 0.0 and given["peft_config"] is None:
+        _check_files(model, args.beta)
     tokenizer = given["processing_class"]
     if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise ValueError(
             "The tokenizer (processing_class) has no eos_token, so that no answer could end. Set it to the token that ends "
             "a turn, such as tokenizer.eos_token = '<|im_end|>'."
         )
+
+
+def _is_overridden(trainer: type[Any], method: str) -> bool:
+    """Return whether a method of a trainer is neither ours nor TRL's."""
+    owner = next((cls for cls in trainer.__mro__ if method in vars(cls)), trainer.__mro__[-1])
+    return owner.__module__.split(".")[0] not in ("agile_trainers", "trl", "transformers", "builtins")
 
 
 def _kind(value: Any) -> str:
@@ -209,6 +230,16 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
             f"model is a {type(model).__name__} that has an adapter already, and peft_config would stack a second one on "
             "it. Leave peft_config unset to train the adapter that it has, pass the adapter's folder as model with "
             "merge_lora_configs=True to extend it, or merge it first: model.merge_and_unload()."
+        )
+
+
+def _check_files(model: Any, beta: float) -> None:
+    """Reject a whole model that names no files, from which TRL loads the reference."""
+    whole = isinstance(model, nn.Module) and not isinstance(model, PeftModel)
+    if whole and not getattr(getattr(model, "config", None), "_name_or_path", ""):
+        raise ValueError(
+            f"beta={beta} needs a reference, which is loaded from the files that the model names, and this model was made "
+            "in memory and names none. Save it with model.save_pretrained(folder) and pass model=folder, or leave beta at 0."
         )
 
 

@@ -17,8 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import SchedulerType
+from transformers.utils import logging
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
+from agile_trainers.config.options import default_of
 from agile_trainers.evaluation.results import evaluation_episodes, gather_evaluation, in_order
 from agile_trainers.imports import nearest
 from agile_trainers.monitor.reporting import evaluation_summary
@@ -29,6 +31,8 @@ from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.task_sampling import dataset_columns
 from agile_trainers.step.token_batches import within_memory
+
+logger = logging.get_logger(__name__)
 
 
 class EpisodeEvaluator:
@@ -54,6 +58,7 @@ class EpisodeEvaluator:
     ) -> None:
         self._args, self._accelerator = args, accelerator
         self._sampler, self._mixture, self._rewards = sampler, mixture, rewards
+        self._told_of_rows = False
         self.engine = engine
         """Plays them."""
 
@@ -81,7 +86,9 @@ class EpisodeEvaluator:
             ValueError: For a data set without rows, or fewer than one episode.
         """
         args = self._args
-        count = args.num_eval_episodes if count is None else count
+        if count is None:
+            count = args.num_eval_episodes
+            self._warn_of_rows_left_out(dataset, count)
         if count < 1:
             raise ValueError(f"num_episodes must be at least 1, got {count}.")
         started = time.time()
@@ -114,6 +121,18 @@ class EpisodeEvaluator:
         metrics = evaluation_summary(results, rewarded, scores, prefix, started, only_return=only_return)
         extra = self._rewards.drain_columns(len(specs))
         return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)
+
+    def _warn_of_rows_left_out(self, dataset: Any, count: int) -> None:
+        """Warn once of a data set that is longer than the default number of episodes; TRL evaluates on all rows."""
+        default = default_of(self._args.__dataclass_fields__["num_eval_episodes"])
+        rows = len(dataset) if hasattr(dataset, "__len__") else 0
+        if count == default and rows > count and not self._told_of_rows and self._accelerator.is_main_process:
+            self._told_of_rows = True
+            logger.warning(
+                "The data set to evaluate on has %d rows, and the first %d are played: num_eval_episodes=%d, its default. "
+                "Set num_eval_episodes=%d to play all, or pass the rows that are to be played.",
+                rows, count, count, rows,
+            )  # fmt: skip
 
     def showing(
         self, played: Evaluated, tables: dict[str, Any], step: int, prefix: str

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.trainer.callbacks import SyncRefModelCallback
 
@@ -16,7 +18,7 @@ from agile_trainers.adapters.copies import add_reference, copy_adapter
 from agile_trainers.adapters.loading import SavedAdapters, load_frozen, restore_adapter
 from agile_trainers.adapters.lora_settings import check_bias, starts_elsewhere
 from agile_trainers.adapters.roles import POLICY, REFERENCE
-from agile_trainers.adapters.sharding import assign_parameter
+from agile_trainers.adapters.sharding import assign_parameter, whole
 from agile_trainers.step.log_probs import Models
 
 _WEIGHTS = "model.safetensors"
@@ -40,7 +42,7 @@ class ReferencePolicy:
     ) -> None:
         self._args, self._accelerator, self._models = args, accelerator, models
         model = models().policy
-        self._moved = False
+        self._moved = False  # away from the model's files
         is_peft = isinstance(model, PeftModel)
         if args.reference_adapter:
             if not is_peft:
@@ -57,6 +59,8 @@ class ReferencePolicy:
             # Disabling such an adapter gives another policy than the one that training starts from.
             add_reference(model)
             copy_adapter(model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
+        if models().reference is not None:  # the policy is whole
+            self._moved = self._start_from_policy()
         if args.sync_ref_model and is_peft and REFERENCE not in model.peft_config:
             raise ValueError(
                 "sync_ref_model=True moves the reference, which here is the frozen base model. Set reference_adapter=True."
@@ -65,6 +69,39 @@ class ReferencePolicy:
     @property
     def _policy(self) -> Any:
         return self._accelerator.unwrap_model(self._models().policy)
+
+    def _start_from_policy(self) -> bool:
+        """Give the reference model the policy's weights, and return whether its own were others.
+
+        TRL has loaded it from the files that the policy's configuration names, and a model that was passed as an object may
+        have been changed since, by an earlier training or a merged adapter.
+
+        Raises:
+            ValueError: If the policy has other parameters than these files.
+        """
+        policy, reference = (
+            # A compiled model has other names.
+            dict(self._accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters())
+            for model in (self._models().policy, self._models().reference)
+        )
+        odd, differs = sorted(policy.keys() ^ reference.keys()), False
+        for name in () if odd else reference:
+            own, parameter = policy[name], reference[name]
+            with whole([own, parameter]):
+                there = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                if own.shape != there.shape:
+                    odd.append(name)
+                    break
+                value = own.detach().to(there, copy=True)
+                differs |= not torch.equal(value, there)
+            assign_parameter(parameter, value)
+        if odd:
+            raise ValueError(
+                f"beta={self._args.beta} needs a reference, which is loaded from the files that the model names "
+                f"({self._policy.config._name_or_path!r}), and the model has other parameters than these: {odd[0]}. Save it "
+                "with model.save_pretrained(folder) and pass model=folder."
+            )
+        return differs
 
     def update(self, weight: float) -> None:
         """Move the reference to the current policy; see :meth:`MultiTurnTrainer.update_reference`."""
@@ -80,7 +117,7 @@ class ReferencePolicy:
             raise ValueError("The reference is the frozen base model, which cannot move. Set reference_adapter=True.")
 
     def save(self, folder: Path) -> None:
-        """Save a reference model that was updated in a checkpoint; an adapter is saved with the others.
+        """Save a reference model in a checkpoint where the model's files are another; an adapter is saved with the others.
 
         Every process has to call it, since each may hold a shard of the weights.
         """
@@ -90,8 +127,8 @@ class ReferencePolicy:
         weights = self._accelerator.get_state_dict(reference)
         if self._args.should_save:
             (folder / REFERENCE).mkdir(exist_ok=True)
-            whole = {name: weight.clone().contiguous() for name, weight in weights.items()}
-            save_file(whole, folder / REFERENCE / _WEIGHTS)
+            kept = {name: weight.clone().contiguous() for name, weight in weights.items()}
+            save_file(kept, folder / REFERENCE / _WEIGHTS)
 
     def restore(self, folder: Path) -> None:
         """Load the reference model that :meth:`save` wrote, if any."""

@@ -322,6 +322,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     encode = None
     if isinstance(trainer.processing_class, ProcessorMixin):
         encode = prepare_images(args, accelerator, policy, trainer.ref_model)
+    check_optimizer(trainer.optimizer, policy, critic_of=type(trainer).__name__ if args.has_critic else None)
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
     if args.sync_ref_model:
         trainer.add_callback(ReferenceUpdates(reference))
@@ -419,7 +420,7 @@ def _make_step(
     passes = LogProbPasses(seam.token_log_probs, packer, token_batches, args, accelerator)
     critic: Critic | NoCritic = NoCritic()
     if args.has_critic:
-        attach_critic(policy, args, saved, trainer.optimizer, name=type(trainer).__name__)
+        attach_critic(policy, args, saved, name=type(trainer).__name__)
         targets_of = (lambda turns: trainer.assign_credit(turns).columns[TARGETS]) if trainer.targets_by_row else None
         critic = Critic(args, accelerator, packer, token_batches, targets_of)
         _switch_off_noise(args, accelerator, policy, trainer.ref_model)
@@ -725,6 +726,41 @@ def make_rollout_engine(
     for name, state in setup.first_states.items():
         check_first_prompt(engine, state, name, needs_anchor=needs_anchors)
     return engine
+
+
+def check_optimizer(optimizer: Any, policy: Any, *, critic_of: str | None) -> None:
+    """Check that an optimizer that the user has made holds the parameters that are trained.
+
+    Args:
+        optimizer: It; None if the trainer makes one.
+        policy: The policy, adapters included.
+        critic_of: The trainer's name, for errors, if it adds a critic; else None.
+
+    Raises:
+        ValueError: If it holds none of them, or there will be a critic, whose parameters no optimizer made before holds.
+    """
+    if optimizer is None:
+        return
+    if critic_of is not None:
+        raise ValueError(
+            f"{critic_of} adds the critic's parameters to the model, which an optimizer made before cannot hold. Leave "
+            "`optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    if len(missing) == len(trained):
+        raise ValueError(
+            f"`optimizers[0]` holds none of the {len(trained)} parameters that are trained, such as {missing[0]}, so that "
+            "nothing would be learned: peft_config and a model's name make parameters that an optimizer made before cannot "
+            "hold. Leave it unset and use optim and learning_rate, or make the adapter first: "
+            "model=get_peft_model(model, LoraConfig(...)), the optimizer of its parameters, and peft_config unset."
+        )
+    if missing:
+        logger.warning(
+            "`optimizers[0]` leaves out %d of the %d parameters that are trainable, such as %s: they are not trained.",
+            len(missing), len(trained), missing[0],
+        )  # fmt: skip
 
 
 def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:

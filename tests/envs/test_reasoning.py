@@ -68,6 +68,49 @@ def test_a_conversation_template_and_examples_counted_from_the_training_split() 
 # ------------------------------------------------------------------------------------------------------------- rewards
 
 
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Hello {name}."}, {"role": "user", "content": "Capital of country 7?"},
+]  # fmt: skip
+
+
+def test_a_question_in_another_column_needs_no_template() -> None:
+    environment = ReasoningEnvironment(question="prompt", answer="solution")
+    assert environment.reset(options={"prompt": "2 + 2?", "solution": "4"})[0] == "2 + 2?"
+
+
+def test_a_question_of_messages_is_shown_as_messages() -> None:
+    """A system message stays the first one, examples come after it, and the reward function gets the last user's text."""
+    asked: list[str] = []
+    shot = {"prompt": [CONVERSATION[0], {"role": "user", "content": "Capital of country 0?"}], "solution": "city 0"}
+    environment = ReasoningEnvironment(
+        question="prompt", answer="solution", few_shot=[shot],
+        reward_fn=lambda completion, answer, question: asked.append(question) or 1.0,  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    row = Dataset.from_list([{"prompt": CONVERSATION, "solution": "city 7"}])[0]
+    messages, _ = environment.reset(options=row)
+    example = [shot["prompt"][1], {"role": "assistant", "content": "city 0"}]  # type: ignore[index]
+    assert messages == [CONVERSATION[0], *example, *CONVERSATION[1:]]
+    environment.step("city 7")
+    assert asked == ["Capital of country 7?"]
+    single = ReasoningEnvironment(question="prompt", answer="solution", template="{prompt}")
+    assert single.reset(options={"prompt": CONVERSATION[3:], "solution": "city 7"})[0] == "Capital of country 7?"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"system_prompt": "Be long."}, ["'prompt' has a system message", "keep one of the two"]),
+        ({"template": "Q: {prompt}"}, ["'prompt' holds messages", "'Q: {prompt}'"]),
+    ],
+)
+def test_messages_that_fit_nowhere_are_refused(kwargs: dict[str, Any], words: list[str]) -> None:
+    environment = ReasoningEnvironment(question="prompt", answer="solution", **kwargs)
+    with pytest.raises(ValueError) as error:
+        environment.reset(options={"prompt": CONVERSATION, "solution": "city 7"})
+    assert all(word in str(error.value) for word in words), error.value
+
+
 def test_a_reward_function_gets_completion_answer_and_question() -> None:
     seen: list[Any] = []
 

@@ -139,7 +139,7 @@ def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
 
 
 def make_trainer(
-    model: Path | str,
+    model: Any,
     output_dir: Path | str,
     *,
     environment: Callable[[], Any] | str | None = Chatter,
@@ -150,9 +150,10 @@ def make_trainer(
     train_dataset: Dataset | None = None,
     eval_dataset: Any = None,
     quantization_config: Any = None,
+    optimizers: Any = (None, None),
     **changes: Any,
 ) -> MultiTurnTrainer:
-    """A trainer on the embedded model; ``algorithm`` is a name below, or ``module:Class``."""
+    """A trainer on the embedded model, or a loaded one; ``algorithm`` is a name below, or ``module:Class``."""
     peft_config = LoraConfig(**{**LORA, **(lora if isinstance(lora, dict) else {})})
     if ":" in algorithm:
         found = find_algorithm(algorithm)
@@ -162,7 +163,7 @@ def make_trainer(
         # Its passes cost a tenth of the tests; those of checkpoints and of ranks set it.
         changes = {"diagnosis_interval": 0, **changes}
     return trainer(
-        model=str(model),
+        model=model if isinstance(model, torch.nn.Module) else str(model),
         reward_funcs=reward_funcs,
         args=config(**settings(output_dir, **changes)),
         environment=environment,
@@ -170,6 +171,7 @@ def make_trainer(
         eval_dataset=eval_dataset,
         peft_config=peft_config if lora else None,
         quantization_config=quantization_config,
+        optimizers=optimizers,
         callbacks=callbacks,
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from datasets import Dataset
 from errors import naming
 from games import Chatter, make_trainer, settings
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, setup
 
 
 @pytest.mark.parametrize(
@@ -176,11 +177,28 @@ class Backwards(Chatter):
         ({"eval_dataset": Dataset.from_dict({"number": []})}, "eval_dataset has no rows to evaluate on"),
         ({"eval_dataset": {"hard": Dataset.from_dict({"number": []})}}, r"eval_dataset\['hard'\] has no rows"),
         ({"lora": {"inference_mode": True}}, "No parameter of the model is trainable"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0 adds noise .* Leave it unset"),
     ],
 )
 def test_what_would_show_after_steps_shows_at_construction(embedded_model, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(embedded_model, tmp_path, **changes)
+
+
+def test_an_optimizer_of_other_parameters(embedded_model, tmp_path, monkeypatch):
+    """An adapter that is made after the optimizer would not be trained, and what a user leaves out is told."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"holds none of the \d+ parameters that are trained, such as .*lora_A"):
+        make_trainer(model, tmp_path, optimizers=(own, None))
+    said: list[str] = []
+    monkeypatch.setattr(setup.logger, "warning", lambda text, *values: said.append(text % values))
+    model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    names, parameters = zip(*model.named_parameters())
+    make_trainer(model, tmp_path, lora=False, optimizers=(torch.optim.SGD(parameters, lr=0.1), None))
+    assert not said
+    make_trainer(model, tmp_path, lora=False, optimizers=(torch.optim.SGD(parameters[1:], lr=0.1), None))
+    assert len(said) == 1 and f"leaves out 1 of the {len(names)} parameters" in said[0] and names[0] in said[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

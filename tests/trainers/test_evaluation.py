@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +16,7 @@ from games import Chatter, make_trainer, settings
 
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.evaluation import results
-from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, evaluation
 from agile_trainers.trainers.evaluation import with_best_metric
 
 
@@ -30,6 +31,31 @@ class Secret(Chatter):
 
 def rows(*secrets, **columns):
     return Dataset.from_dict({"secret": list(secrets), **columns})
+
+
+@dataclass
+class FewEpisodes(MultiTurnGRPOConfig):
+    num_eval_episodes: int = 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [({}, ["has 3 rows", "first 2", "=3 to play all"]), ({"num_eval_episodes": 1}, [])]
+)
+def test_rows_that_the_default_leaves_out_are_told_once(embedded_model, tmp_path, monkeypatch, asked, told):
+    said: list[str] = []
+    monkeypatch.setattr(evaluation.logger, "warning", lambda text, *values: said.append(text % values))
+    trainer = MultiTurnGRPOTrainer(
+        str(embedded_model),
+        environment=Secret,
+        args=FewEpisodes(**settings(tmp_path, **asked)),
+        eval_dataset=rows(1, 2, 3),
+    )
+    trainer.evaluate(num_episodes=1)
+    trainer.evaluate(rows(1, 2))
+    assert not said
+    trainer.evaluate()
+    trainer.evaluate()
+    assert len(said) == bool(told) and all(words in said[0] for words in told)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from games import draw_batch, settings
+from games import Chatter, draw_batch, settings
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen2_5_chat_template
@@ -20,7 +20,7 @@ from agile_trainers.envs.libraries.trl_tools import TRLEnvironment, from_environ
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, arguments
 
 
 def multiply(a: int, b: int) -> int:
@@ -284,3 +284,29 @@ def test_trls_argument_is_the_environment(model: Path, tmp_path: Path) -> None:
     assert sorted(trl_environment(Quiet, tools=[multiply])().tools) == sorted(
         from_environment_factory(Quiet, [multiply])().tools
     )
+
+
+def test_methods_that_nothing_calls_are_named(embedded_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Those of the table fail here, and a run with evaluations ends; those that are called are not named."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise AssertionError("called")
+
+    scored: list[int] = []
+
+    class Overriding(MultiTurnGRPOTrainer):
+        def _calculate_rewards(self, **inputs: Any) -> Any:
+            scored.append(len(inputs["prompts"]))
+            return super()._calculate_rewards(**inputs)
+
+    there = [name for name in arguments._NEVER_CALLED if hasattr(MultiTurnGRPOTrainer, name)]
+    assert len(there) > 7
+    said: list[str] = []
+    monkeypatch.setattr(arguments.logger, "warning", lambda text, *values: said.append(text % values))
+    few = {"num_eval_episodes": 2, "diagnosis_interval": 0, "eval_strategy": "steps", "eval_steps": 1}
+    for kind in (Overriding, type("Deafened", (Overriding,), dict.fromkeys(there, fails))):
+        trainer = kind(str(embedded_model), environment=Chatter, args=MultiTurnGRPOConfig(**settings(tmp_path, **few)))
+    assert len(said) == 1 and f"Deafened overrides {', '.join(there)}, which nothing calls" in said[0]
+    trainer.train()
+    trainer.predict(Dataset.from_dict({"row": [1]}))
+    assert scored == [8, 2, 1]

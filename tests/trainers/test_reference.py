@@ -7,7 +7,7 @@ import torch
 from checkpointed_runs import assert_same, run_until, weights
 from games import draw_batch, loss_and_gradients, make_trainer
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.roles import POLICY, REFERENCE
@@ -126,6 +126,46 @@ def test_a_moved_reference_survives_a_resume(embedded_model, tmp_path, kind):
     assert not same(policy_and_reference(resumed)[1], reference)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
     assert same(policy_and_reference(resumed)[0], policy) and same(policy_and_reference(resumed)[1], reference)
+
+
+def in_memory(folder, change=0.02):
+    """The model of a folder, changed after it was loaded."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + change)
+    return model
+
+
+def test_the_reference_of_a_model_that_was_changed_in_memory(embedded_model, tmp_path):
+    """It is the model that was passed, not its files, and a resumed run has it whatever model it was given."""
+    changes = {"beta": 0.1, "lora": False, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0}
+    model = in_memory(embedded_model)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = make_trainer(model, tmp_path, **changes)
+    assert same(policy_and_reference(trainer)[1], start)
+    trainer.train()
+    assert same(policy_and_reference(trainer)[1], start) and not same(policy_and_reference(trainer)[0], start)
+    resumed = make_trainer(embedded_model, tmp_path, **changes)
+    assert not same(policy_and_reference(resumed)[1], start)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(policy_and_reference(resumed)[1], start)
+
+
+def test_a_model_as_in_its_files_leaves_no_reference_in_a_checkpoint(embedded_model, tmp_path):
+    changes = {"beta": 0.1, "lora": False, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(in_memory(embedded_model, change=0.0), tmp_path, **changes).train()
+    assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-1" / REFERENCE).exists()
+
+
+def test_a_model_whose_reference_cannot_be_loaded_is_refused(embedded_model, tmp_path):
+    other, nameless = in_memory(embedded_model), in_memory(embedded_model)
+    other.resize_token_embeddings(other.config.vocab_size + 8)
+    with pytest.raises(ValueError, match=r"(?s)has other parameters than these: .*embed_tokens.*save_pretrained"):
+        make_trainer(other, tmp_path, beta=0.1, lora=False)
+    nameless.config._name_or_path = ""
+    with pytest.raises(ValueError, match=r"names none.*save_pretrained"):
+        make_trainer(nameless, tmp_path, beta=0.1, lora=False)
 
 
 def test_only_the_policy_is_trained(embedded_model, tmp_path):

@@ -11,7 +11,7 @@ from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_
 from agile_trainers.envs.questions.answers import exact_match
 from agile_trainers.envs.questions.rows import TRAIN, Row, Rows, check_column, load_rows
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
-from agile_trainers.types import Message
+from agile_trainers.types import Message, text_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,10 +30,11 @@ class ReasoningEnvironment:
     Args:
         data: Any source of :func:`~agile_trainers.envs.questions.rows.load_rows`, or its result, which many instances can
             share for a large data set. None: all rows come from the trainer's data sets.
-        question: Name of the question column.
+        question: Name of the question column. It holds texts, or lists of messages as TRL's ``prompt``.
         answer: Name of the answer column, or a function from a row to the answer.
         template: The user message, or several messages, with ``{question}`` and other columns in braces. Write other
-            braces twice: ``\\boxed{{}}``.
+            braces twice: ``\\boxed{{}}``. A column of messages takes the place of the message that is nothing else.
+            Default: the question.
         system_prompt: System message at the beginning.
         few_shot: Worked examples before the question: rows, or a number of rows from the beginning of ``train``. They
             never include the question itself.
@@ -57,7 +58,7 @@ class ReasoningEnvironment:
         *,
         question: str = "question",
         answer: str | Callable[[Row], Any] = "answer",
-        template: str | Sequence[Message] = "{question}",
+        template: str | Sequence[Message] | None = None,
         system_prompt: str | None = None,
         few_shot: int | Sequence[Row] = 0,
         demonstration: str | Callable[[Row], str] = "{answer}",
@@ -67,7 +68,7 @@ class ReasoningEnvironment:
         test_fraction: float = 0.1,
     ):
         self.question, self.answer, self.demonstration = question, answer, demonstration
-        self.template = _messages(template, system_prompt)
+        self.template = _messages(f"{{{question}}}" if template is None else template, system_prompt)
         self.reward_fn, self.success_reward, self.split = reward_fn, success_reward, split
         self.rows: Rows | None = None
         if data is not None:
@@ -117,18 +118,33 @@ class ReasoningEnvironment:
         return verdict, reward, True, False, {"success": success, "answer": answer}
 
     def prompt(self, row: Row) -> list[Message]:
-        """Return the messages of a row's question, with the examples."""
+        """Return the messages of a row's question, with the examples.
+
+        Raises:
+            ValueError: If the row brings a second system message, or messages for the middle of a text.
+        """
         system = [message for message in self.template if message["role"] == "system"]
         asked = [message for message in self.template if message["role"] != "system"]
         shots = [shot for shot in self.shots if shot[self.question] != row[self.question]]
-        messages = _filled(system, row)
+        messages, question = _filled(system, row), _filled(asked, row)
+        own = [message for message in question if message["role"] == "system"]
+        if own and messages:
+            raise ValueError(
+                f"The column {self.question!r} has a system message and there is one of system_prompt or the template as "
+                "well: keep one of the two (system_prompt=None)."
+            )
+        messages += own
         for shot in shots:
-            messages += [*_filled(asked, shot), {"role": "assistant", "content": self.ideal(shot)}]
-        return messages + _filled(asked, row)
+            example = [message for message in _filled(asked, shot) if message["role"] != "system"]
+            messages += [*example, {"role": "assistant", "content": self.ideal(shot)}]
+        return messages + [message for message in question if message["role"] != "system"]
 
     def score(self, completion: str, row: Row) -> float:
         """Return the reward of a completion."""
-        return float(self.reward_fn(completion, self.answer_to(row), str(row[self.question])))
+        asked = row[self.question]
+        if _are_messages(asked):
+            asked = next((text_of(message) for message in reversed(asked) if message["role"] == "user"), "")
+        return float(self.reward_fn(completion, self.answer_to(row), str(asked)))
 
     # --------------------------------------------------------------------------------------------------------- rows
 
@@ -276,8 +292,29 @@ def _fields(template: str) -> list[str]:
     return names
 
 
+def _are_messages(value: Any) -> bool:
+    """Return whether a row's value is a conversation, as TRL's ``prompt``."""
+    return (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+    )
+
+
 def _filled(messages: Sequence[Message], row: Row) -> list[Message]:
-    return [{**message, "content": message["content"].format_map(row)} for message in messages]
+    filled: list[Message] = []
+    for message in messages:
+        text = message["content"]
+        column = next((name for name in _fields(text) if _are_messages(row.get(name))), None)
+        if column is None:
+            filled.append({**message, "content": text.format_map(row)})
+        elif text == f"{{{column}}}":
+            # A data set gives every message the keys of all.
+            filled += [{key: value for key, value in one.items() if value is not None} for one in row[column]]
+        else:
+            raise ValueError(
+                f"The column {column!r} holds messages, which cannot stand inside the template's text {text!r}. Make "
+                f"{{{column}}} a message of its own, or the column a text."
+            )
+    return filled
 
 
 def _said(completion: str) -> Message:
