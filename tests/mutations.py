@@ -2222,6 +2222,30 @@ MUTATIONS = [
         'for form in (one.rpartition(":")[2], one)}', "for form in (one,)}", "tests/test_cli_eval.py -k those_of_training",
     ),
     Mutation(
+        "a chain of an earlier version has another LoRA", "cli/chain/command.py",
+        "{name: _literal(text) for", "{name: text for", "tests/test_cli_chain.py -k every_process",
+    ),
+    Mutation(
+        "the first stage of a chain may have followed another", "cli/chain/command.py",
+        'else {"id": None}', 'else {"id": state["parent"]}', "tests/test_cli_chain.py -k other_stages",
+    ),
+    Mutation(
+        "a stage of a chain takes edited rows for its own", "cli/chain/command.py",
+        "own[_CONTENT] = digest_of(Path(stage.dataset))", 'own[_CONTENT] = ""', "tests/test_cli_chain.py -k were_edited",
+    ),
+    Mutation(
+        "a stage of a chain is not pushed at its end", "cli/chain/command.py",
+        "if trainer.hub_model_id is not None:", "if False:", "tests/test_cli_chain.py -k at_its_end",
+    ),
+    Mutation(
+        "a population in a chain does not know the adapter of a stage", "cli/chain/stages.py",
+        "adapter = stage.lora or adapter", "adapter = stage.lora or lora", "tests/test_cli_evolve.py -k settings_of_its_own",
+    ),
+    Mutation(
+        "a population in a chain stays ended by its hours", "cli/chain/command.py",
+        'if state["finished"] and _may_go_on(stage):', "if False:", "tests/test_cli_evolve.py -k hours_ended",
+    ),
+    Mutation(
         "a chain's evaluation names environments that are not there", "cli/chain/stages.py",
         'check_names("environment_limits", episodes.environment_limits, environments or [])', "pass",
         "tests/test_cli_chain.py -k said_before",

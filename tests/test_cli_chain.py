@@ -213,6 +213,102 @@ def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline:
     assert [row["evaluation"]["episodes"] for row in second] == [2, 2, 2]
 
 
+def finished(pipeline: dict) -> list[dict]:
+    """Write the ``stage.json`` that the stages of a file leave, without training them, and return their contents."""
+    parsed, states, parent = parse_pipeline(pipeline), [], None
+    for stage in parsed.stages:
+        state = {"id": f"run of {stage.name}", "parent": parent, "finished": True}
+        states.append(state | {"made_of": chain.shown_made_of(parsed, stage)})
+        record(pipeline, stage.name, states[-1])
+        parent = state["id"]
+    return states
+
+
+def record(pipeline: dict, stage: str, state: dict) -> None:
+    folder = Path(pipeline["output_dir"]) / stage
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stage.json").write_text(json.dumps(state))
+
+
+def test_a_stages_lora_is_the_same_in_every_process(pipeline: dict) -> None:
+    """`target_modules` becomes a set; earlier versions recorded its text, in any order, and PEFT's version."""
+    stage = pipeline["stages"][0]
+    stage["lora"] = {"r": 4, "target_modules": ["v_proj", "q_proj"], "init_lora_weights": "gaussian"}
+    del pipeline["stages"][1:], pipeline["lora"]
+    (state,) = finished(pipeline)
+    assert {name: value for name, value in state["made_of"].items() if "lora" in name} == {
+        "stage_lora.r": 4, "stage_lora.target_modules": ["q_proj", "v_proj"], "stage_lora.init_lora_weights": "gaussian",
+    }  # fmt: skip
+    (parsed,) = parse_pipeline(pipeline).stages
+    assert parsed.lora is not None
+    earlier = {name: value for name, value in state["made_of"].items() if "lora" not in name}
+    texts = {name: str(value) for name, value in parsed.lora.to_dict().items()}
+    texts |= {"target_modules": "{'v_proj', 'q_proj'}", "peft_version": "0.1"}
+    for made in (state["made_of"], {**earlier, "stage_lora": texts}):
+        record(pipeline, "sft", {**state, "made_of": made})
+        assert [one and one["id"] for one in chain._checked(parse_pipeline(pipeline))] == ["run of sft"]
+        for name, value, told in (
+            ("r", 2, "r: 4 -> 2"), ("init_lora_weights", "orthogonal", "init_lora_weights: 'gaussian' -> 'orthogonal'"),
+        ):  # fmt: skip
+            with pytest.raises(chain.PipelineError, match=rf"options:\n  stage_lora\.{told}\nRestore"):
+                chain._checked(parse_pipeline(change(copy.deepcopy(pipeline), f"stages.0.lora.{name}", value)))
+
+
+def test_a_stage_after_other_stages_is_not_taken_for_finished(pipeline: dict) -> None:
+    """The first stage is removed from the file, or another one comes before it."""
+    finished(pipeline)
+    with pytest.raises(chain.PipelineError, match=r"chain/dpo was trained .*after other stages"):
+        chain._checked(parse_pipeline({**pipeline, "stages": pipeline["stages"][1:]}))
+    new = {**pipeline["stages"][0], "name": "new"}
+    with pytest.raises(chain.PipelineError, match=r"chain/sft was trained .*after other stages"):
+        chain._checked(parse_pipeline({**pipeline, "stages": [new, *pipeline["stages"]]}))
+
+
+def test_rows_that_were_edited_are_not_those_of_the_stage(pipeline: dict, tmp_path: Path) -> None:
+    del pipeline["stages"][1:]
+    (state,) = finished(pipeline)
+    (tmp_path / "games.jsonl").write_text((tmp_path / "games.jsonl").read_text().partition("\n")[0])
+    with pytest.raises(chain.PipelineError, match=r"options:\n  dataset_content: another value\n"):
+        chain._checked(parse_pipeline(pipeline))
+    del state["made_of"]["dataset_content"]  # as earlier versions recorded it
+    record(pipeline, "sft", state)
+    assert chain._checked(parse_pipeline(pipeline)) == [state]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_stage_that_pushes_is_pushed_at_its_end(
+    pipeline: dict, tmp_path: Path, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``save_strategy: "no"`` too. Offline it trains, and a warning says that nothing is pushed."""
+    said: list[str] = []
+    monkeypatch.setattr("agile_trainers.checkpoints.hub.logger.warning", lambda text, *v: said.append(text % v))
+    pushes = {
+        "push_to_hub": True,
+        "hub_model_id": "me/sft",
+        "save_strategy": "no",
+        "max_steps": 1,
+        "hub_token": "hf_fine",
+    }
+    parsed = parse_pipeline({**pipeline, "stages": [pipeline["stages"][0] | pushes]})
+    folder = tmp_path / "chain" / "sft"
+    folder.mkdir(parents=True)
+    pushed: list[set[str]] = []
+    if not offline:
+        monkeypatch.setattr("agile_trainers.checkpoints.hub.is_offline_mode", lambda: False)
+        monkeypatch.setattr("agile_trainers.checkpoints.hub.make_repository", lambda option, name, token, make: make())
+        made = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+        monkeypatch.setattr("transformers.trainer.hf_api", lambda: made)
+        monkeypatch.setattr(
+            "agile_trainers.checkpoints.hub.upload_folder",
+            lambda *, repo_id, folder_path, **_: pushed.append({repo_id, *(one.name for one in folder_path.iterdir())}),
+        )
+    trainer = chain._train(parsed, parsed.stages[0], parsed.model, QUIET, "table")
+    assert trainer.hub_model_id == (None if offline else "me/sft") and (folder / "README.md").is_file()
+    told = ["HF_HUB_OFFLINE=1: nothing is pushed to me/sft. Push the run later with trainer.push_to_hub()."]
+    assert said == told * offline and len(pushed) == (not offline)
+    assert offline or {"me/sft", "adapter_model.safetensors", "agile_trainers.json", "README.md"} < pushed[0]
+
+
 def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None:
     folder = tmp_path / "chain" / "dpo"
     folder.mkdir(parents=True)

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -215,6 +216,45 @@ def test_a_stage_that_cannot_be_run_is_refused(embedded_model: Path, tmp_path: P
     content["options"] = {**OPTIONS, "max_steps": 2}
     with pytest.raises(YAMLFileError, match=message):
         parse_pipeline({**content, "stages": [stage]})
+
+
+def test_a_population_takes_the_adapter_of_an_earlier_stage_with_settings_of_its_own(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    content = {name: value for name, value in file_of(embedded_model, tmp_path).items() if name not in SEARCH}
+    first = {"algorithm": "reinforce", "max_steps": 1, "lora": content.pop("lora")}
+    content["options"] = {name: value for name, value in OPTIONS.items() if name != "num_generations"}
+    search = {"evolve": {**SEARCH, "options": {"max_steps": 2, "num_generations": 2}}}
+    assert [one.name for one in parse_pipeline({**content, "stages": [first, search]}).stages] == [
+        "reinforce",
+        "evolve",
+    ]
+    with pytest.raises(YAMLFileError, match=r"'evolve'.*Members share one frozen base"):
+        parse_pipeline({**content, "stages": [search]})
+
+
+def test_a_stage_that_its_hours_ended_goes_on_with_more(chained: Any, tmp_path: Path) -> None:
+    """What the stages after it were trained from is then another run."""
+    pipeline = {**copy.deepcopy(chained[0]), "output_dir": str(tmp_path)}
+    shutil.copytree(chained[0]["output_dir"], tmp_path, dirs_exist_ok=True)
+    path, options = tmp_path / "search" / "population" / "lineage.json", pipeline["stages"][0]["evolve"]
+
+    def state_with(limit: float | None, recorded: float, rounds: int) -> Any:
+        lineage = json.loads(path.read_text())
+        lineage["settings"]["max_hours"] = recorded
+        lineage["settings"]["rounds"] = list(range(rounds))
+        path.write_text(json.dumps(lineage))
+        options["max_hours"] = limit
+        return chain._checked(parse_pipeline({**pipeline, "stages": pipeline["stages"][:1]}))[0]
+
+    there = json.loads((tmp_path / "search" / "stage.json").read_text())
+    for limit, recorded, rounds in ((2.0, 1.0, 3), (2e-9, 1e-9, 3), (2.0, 1e-9, 2), (1e-9, 1e-9, 3)):
+        assert state_with(limit, recorded, rounds) == there, "more hours would change nothing"
+    for limit in (2.0, None):
+        state = state_with(limit, 1e-9, 3)
+        assert not state["finished"] and state["id"] != there["id"]
+    with pytest.raises(chain.PipelineError, match="reinforce was trained from an earlier run of the previous stage"):
+        chain._checked(parse_pipeline(pipeline))
 
 
 def test_a_chain_in_several_processes_takes_no_population(

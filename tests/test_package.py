@@ -340,7 +340,7 @@ def test_public_methods_of_trainer_are_overridden_there_and_in_chains() -> None:
             if names := {name for name in public if any(name in vars(one) for one in theirs)}:
                 overridden[kind.__name__] = names
     assert set(overridden) == {"MultiTurnTrainer", "_WithoutPickle"}
-    assert overridden["_WithoutPickle"] == {"save_model", "push_to_hub"}
+    assert overridden["_WithoutPickle"] == {"save_model", "init_hf_repo", "push_to_hub"}
 
 
 @pytest.mark.parametrize("trainer", OURS, ids=lambda trainer: trainer.__name__)

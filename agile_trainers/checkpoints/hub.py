@@ -300,7 +300,7 @@ class HubPushes:
         push = self._uploader(message, token=token, revision=revision)
 
         def upload(staged: Path) -> Any:
-            with reporting_unreachable(str(self._trainer.hub_model_id), self._args.output_dir):
+            with reporting_unreachable(self._trainer.hub_model_id or self._name, self._args.output_dir):
                 return push(staged)
 
         if blocking:

@@ -8,9 +8,11 @@ after each stage. docs/chaining.md describes the file.
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters.copies import copy_adapter
@@ -36,6 +39,7 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.loading import find_adapters, load_policy, load_tokenizer, parent_of
+from agile_trainers.adapters.lora_settings import NOT_LORA_SETTINGS, lora_settings
 from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
@@ -47,7 +51,7 @@ from agile_trainers.checkpoints.disclosure import (
     warn_of_unknown,
     withheld_values,
 )
-from agile_trainers.checkpoints.hub import HubPushes
+from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
@@ -69,10 +73,13 @@ from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
 from agile_trainers.monitor.progress import PROGRESS, showing
-from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.populations.lineage import FILE, Lineage
+from agile_trainers.records.writer import RecordWriter, digest_of, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.registry import find_algorithm
+
+logger = logging.get_logger(__name__)
 
 _STATE_FORM = Fields(
     {"id": Name, "parent": (Name, None), "made_of": {str: Any}, "finished": bool},
@@ -88,6 +95,9 @@ _SHOWN = ("model", "environment", "lora", "stage_lora", "algorithm", "dataset")
 """Settings that may leave the machine, besides numbers and words, unless they hold an address."""
 _NO_EFFECT = ("hub_token", "max_wall_seconds", "public_values")
 """Options that the result of a stage does not depend on."""
+_LORA, _CONTENT, _HOURS = "stage_lora", "dataset_content", f"{EVOLVE}.max_hours"
+"""Names in :func:`made_of`; the hours are in chains that were made before."""
+_INITIALIZATION = "init_lora_weights"
 
 
 class PipelineError(ValueError):
@@ -124,8 +134,8 @@ def run_pipeline(
         if state is None:
             (identity,) = broadcast_object_list([uuid.uuid4().hex])
             state = {"id": identity, "parent": parent, "made_of": shown_made_of(pipeline, stage), "finished": False}
-            _write(folder / STATE, state)
         if trained:
+            _write(folder / STATE, state)
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
             train = _train if stage.population is None else _evolve
             done = train(pipeline, stage, model, console, progress)
@@ -158,10 +168,39 @@ def _shown(stage: Stage) -> str:
 def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     """Return the options that a stage's result depends on, as JSON values as they are, without the earlier stages."""
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
-    lora = None if stage.lora is None else {k: str(v) for k, v in stage.lora.to_dict().items()}
+    if stage.dataset is not None and Path(stage.dataset).is_file():
+        own[_CONTENT] = digest_of(Path(stage.dataset))
+    if stage.lora is not None:
+        own |= _stage_lora({**lora_settings(stage.lora), _INITIALIZATION: stage.lora.init_lora_weights})
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
     options = {name: value for name, value in stage.options.items() if name not in _NO_EFFECT}
-    return _flat({**shared, **own, "stage_lora": lora, **options})
+    made = _flat({**shared, **own, **options})
+    made.pop(_HOURS, None)  # may be raised
+    return made
+
+
+def _stage_lora(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rank and what differs from the defaults of PEFT, to which another version may add."""
+    default = {**lora_settings(LoraConfig()), _INITIALIZATION: True}
+    idle = NOT_LORA_SETTINGS - {_INITIALIZATION}
+    return {
+        f"{_LORA}.{name}": value for name, value in settings.items()
+        if name == "r" or (name not in idle and (value or None) != default.get(name))
+    }  # fmt: skip
+
+
+def _recorded(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a ``stage.json`` as :func:`made_of` has them; earlier ones hold texts of all LoRA settings."""
+    then, lora = {name: value for name, value in made.items() if name not in (_HOURS, _LORA)}, made.get(_LORA)
+    return then | _stage_lora({name: _literal(text) for name, text in lora.items()}) if isinstance(lora, dict) else then
+
+
+def _literal(text: str) -> Any:
+    """Return the JSON value whose text ``str`` made, with sets as sorted lists; other texts as they are."""
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text), default=sorted))
+    except (SyntaxError, TypeError, ValueError):
+        return text
 
 
 def shown_source(source: dict[str, Any], public: Sequence[str] = ()) -> dict[str, Any]:
@@ -171,7 +210,10 @@ def shown_source(source: dict[str, Any], public: Sequence[str] = ()) -> dict[str
         source: Settings of the file, or :func:`made_of`.
         public: ``public_values`` of the stage.
     """
-    known = {name: masked(value) for name, value in source.items() if name in _SHOWN and "://" not in str(value)}
+    known = {
+        name: masked(value) for name, value in source.items()
+        if name.partition(".")[0] in _SHOWN and "://" not in str(value)
+    }  # fmt: skip
     arguments = {
         name: value for name, value in source.items()
         if name.partition(".")[0] in _ARGUMENTS and not is_named(name, public)
@@ -208,7 +250,9 @@ def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
             states.append(None)
             continue
         state = read_form(folder / STATE, _STATE_FORM)
-        then, now = state["made_of"], made_of(pipeline, stage)
+        then, now = _recorded(state["made_of"]), made_of(pipeline, stage)
+        if _CONTENT not in then or _CONTENT not in now:  # recorded by an earlier version, or its file is gone
+            then.pop(_CONTENT, None), now.pop(_CONTENT, None)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
         warn_of_unknown(folder / STATE, unknown)
         if changed and not state["finished"] and _trained_nothing(stage, folder):
@@ -220,15 +264,29 @@ def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
                 f"{folder} was trained with other options:\n" + "\n".join(lines) + "\nRestore them, choose another "
                 "output_dir, or remove the folder to train this stage and later ones again."
             )
-        before = states[-1] if states else None
-        if states and state["parent"] != (before and before["id"]):
+        before = states[-1] if states else {"id": None}
+        if before is None or state["parent"] != before["id"]:
             raise PipelineError(
-                f"{folder} was trained from an earlier run of the previous stage, which is gone. Remove the folder to "
-                "train it again."
+                f"{folder} was trained from an earlier run of the previous stage, or after other stages than the file has "
+                "now. Restore them, or remove the folder to train it again."
             )
+        if state["finished"] and _may_go_on(stage):
+            state |= {"id": uuid.uuid4().hex, "finished": False}  # a new run: its winner may be another
         states.append(state)
     check_rows(pipeline, {one.name: bool(state and state["finished"]) for one, state in zip(pipeline.stages, states)})
     return states
+
+
+def _may_go_on(stage: Stage) -> bool:
+    """Return whether a stage is a population that ``max_hours`` ended, which would not end it now."""
+    folder = Path(stage.config.output_dir)
+    if stage.population is None or not (folder / FILE).is_file():
+        return False
+    lineage = Lineage.read(folder)
+    then, now = lineage.settings.get("max_hours"), stage.population.search["max_hours"]
+    seconds = sum(event.seconds for event in lineage.events)
+    left = max(event.round for event in lineage.events) < len(lineage.settings["rounds"])
+    return left and then is not None and 3600 * then <= seconds and (now is None or seconds < 3600 * now)
 
 
 def _trained_nothing(stage: Stage, folder: Path) -> bool:
@@ -288,6 +346,11 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progr
     if stage.algorithm in SUPERVISED:
         if trainer.args.should_save:
             _complete(folder, stage, model, trainer.model, trainer.args, trainer.state)
+        if trainer.hub_model_id is not None:  # on the main process, if the stage pushes and is not offline
+            try:
+                HubPushes(trainer).push("Model save", True, None, None)
+            except HubUnreachableError as error:
+                logger.warning("%s", error)
         PartialState().wait_for_everyone()
     return trainer
 
@@ -358,8 +421,8 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
         copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
     if trainer.args.push_to_hub:
         # `Trainer` would push the whole folder, the chain's files too.
-        trainer.args.push_to_hub = False
         trainer.add_callback(_Pushes(HubPushes(trainer)))
+        trainer.args.push_to_hub = False
     return trainer
 
 
@@ -380,6 +443,9 @@ class _WithoutPickle:
             folder = Path(output_dir or self.args.output_dir)
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             clean_tokenizer(folder, self.processing_class)
+
+    def init_hf_repo(self, token: str | None = None, **_: Any) -> None:
+        HubPushes(self).begin(token, super().init_hf_repo)  # type: ignore[misc]
 
     def push_to_hub(
         self,

@@ -126,15 +126,16 @@ def parse_pipeline(content: Any) -> Pipeline:
     lora = read_lora(content.get("lora"), "`lora`")
     stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
     _check_lora(stages, lora)
+    adapter = lora
     for stage in stages:
+        adapter = stage.lora or adapter  # what the stages before leave has these settings
         if stage.population is not None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise YAMLFileError(
                     f"stage {stage.name!r}: a population trains each member in one process, but this chain runs in several. "
                     "Run the chain in one process, or the population alone: agile-trainers evolve."
                 )
-            # What the stages before leave is an adapter with the chain's settings.
-            check_plan(stage.population, content["model"], environment, stage.lora or lora, f"stage {stage.name!r}")
+            check_plan(stage.population, content["model"], environment, adapter, f"stage {stage.name!r}")
     names = [stage.name for stage in stages]
     folded = [name.casefold() for name in names]  # some file systems ignore case
     twice = [name for name in names if folded.count(name.casefold()) > 1]
