@@ -622,11 +622,27 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge's status is always tried again", "judges/asking.py",
-        "kind = UnansweredForNow if again else Unanswered", "kind = UnansweredForNow", f"{JUDGES} -k cannot_succeed",
+        "if not again or (too_often", "if False or (too_often", f"{JUDGES} -k cannot_succeed",
     ),
     Mutation(
         "a judge's failure is forgotten", "judges/asking.py",
         "self.stored.put(failure, reply.failed)", "pass", f"{JUDGES} -k stays_so",
+    ),
+    Mutation(
+        "a judge's answer that does not fit is stored", "judges/asking.py",
+        "                if read_judgement(answer, question) is None:", "                if False:", f"{JUDGES} -k mended_server",
+    ),
+    Mutation(
+        "a judge's answer without text is the word None", "judges/asking.py",
+        "if not isinstance(content, str):", "if not isinstance(content := str(content), str):", f"{JUDGES} -k without_text",
+    ),
+    Mutation(
+        "a rate limit uses the tries of a judge up", "judges/asking.py",
+        "patient = _failure(state).too_often and", "patient = False and", f"{JUDGES} -k rate_limit",
+    ),
+    Mutation(
+        "a judge is asked before it wants to be", "judges/asking.py",
+        "return _failure(state).after + WAITS(state)", "return WAITS(state)", f"{JUDGES} -k rate_limit",
     ),
     Mutation(
         "a judge's key stays in its answers", "judges/asking.py",
