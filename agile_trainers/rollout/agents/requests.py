@@ -37,7 +37,7 @@ class Refusal(Exception):
 class ChatRequest:
     """A request, whatever its dialect.
 
-    ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are joined, null
+    ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are lines, null
     is empty), the arguments of a tool call are a parsed JSON object where they are one (else the text as sent), and the role
     ``developer`` is ``system``. Keys: ``role``, ``content``, and if given ``name``, ``tool_calls`` (of an assistant),
     ``tool_call_id`` (of a tool's result). A tool call is ``{"id", "type": "function", "function": {"name", "arguments"}}``.
@@ -57,8 +57,8 @@ class ChatRequest:
     calls_tools: bool = True
     """False with ``tool_choice="none"``: calls in the answer stay text."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Settings that the run decides, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``, penalties, ``logit_bias``,
-    reasoning effort."""
+    """Settings that the run decides or that have no effect, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``,
+    penalties, ``logit_bias``, reasoning effort, ``parallel_tool_calls``."""
     constraints: dict[str, Any] = field(default_factory=dict)
     """Settings that ask for another distribution, as sent: ``tool_choice`` other than auto and none, ``response_format``
     other than text, and their like in other dialects."""
