@@ -30,7 +30,7 @@ from agile_trainers.judges.questions import (
     scores_of_ranking,
     transcript,
 )
-from agile_trainers.types import StopReason, Turn
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 UNIT = (0.0, 1.0)
 
@@ -104,6 +104,48 @@ def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> N
     rewritten = episode("a", "b")
     rewritten.turns[1].messages = said("shorter")
     assert transcript(rewritten) == transcript(episode("a", "b"))
+
+
+def calling(*prompts: list[str]) -> Trajectory:
+    """An episode of calls, each with a prompt of its own, which have the answers a, b, c..."""
+    played = episode(*"abcdefgh"[: len(prompts)])
+    for turn, prompt in zip(played.turns, prompts, strict=True):
+        turn.info, turn.observation = {"call": {}}, None
+        roles = itertools.cycle(("user", "assistant"))
+        turn.messages = [{"role": role, "content": text} for role, text in zip(roles, prompt)]
+    return played
+
+
+def test_messages_that_an_earlier_conversation_began_with_are_omitted() -> None:
+    """Of a client that edits each answer, of a prompt that is asked again, and of a conversation that goes on elsewhere."""
+    told = transcript(calling(["go"], ["go", "a.", "on"], ["go", "a.", "on", "b.", "up"], ["go"], ["other"]))
+
+    def begun(count: int, turn: int) -> dict[str, Any]:
+        return {"begins": True, "omitted": f"the first {count} messages, as in the conversation with turn {turn}"}
+
+    assert told == [
+        {"role": "user", "content": "go"}, {"role": "assistant", "turn": 1, "content": "a"},
+        {"role": "assistant", "content": "a.", **begun(1, 1)}, {"role": "user", "content": "on"},
+        {"role": "assistant", "turn": 2, "content": "b"},
+        {"role": "assistant", "content": "b.", **begun(3, 2)}, {"role": "user", "content": "up"},
+        {"role": "assistant", "turn": 3, "content": "c"},
+        {"role": "assistant", "turn": 4, "content": "d", **begun(1, 3)},
+        {"role": "user", "content": "other", "begins": True}, {"role": "assistant", "turn": 5, "content": "e"},
+    ]  # fmt: skip
+    told = transcript(calling(["go"], ["go", "a", "on"]))
+    assert told[2:] == [
+        {"role": "user", "content": "on", **begun(2, 1)}, {"role": "assistant", "turn": 2, "content": "b"},
+    ]  # fmt: skip
+
+
+def test_tool_calls_of_messages_are_shown() -> None:
+    function = {"name": "rm", "arguments": {"path": "/etc"}}
+    played = calling(["go"], ["go", "Let me"])
+    assert played.turns[1].messages is not None
+    played.turns[1].messages[1]["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
+    shown = transcript(played)[2]
+    assert shown["content"] == "Let me" and shown["tool_calls"] == [function]
+    ask_of_episode(played, "r", "episode", UNIT)
 
 
 def test_a_rubric_that_exits_is_named(made: Any) -> None:

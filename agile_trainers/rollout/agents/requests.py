@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agile_trainers.envs.agent import Endpoint
+from agile_trainers.envs.agent import Agent, Endpoint
 from agile_trainers.types import Message
 
 POLICY = "policy"
@@ -68,6 +68,35 @@ class ChatRequest:
     """True if the first message is ``instructions`` for this answer alone; an answer that follows it does not get them."""
     body: bytes = b""
     """The body as received, to know a repeated request by; the server sets it."""
+
+
+def check_request(request: ChatRequest, agent: Agent) -> None:
+    """Refuse a request for a model that there is not, or for another distribution.
+
+    Args:
+        request: The request.
+        agent: Its agent, for what it declares.
+
+    Raises:
+        Refusal: The refusal.
+    """
+    if request.model not in (POLICY, FROZEN):
+        known = ", ".join(map(repr, (POLICY, FROZEN, *agent.models)))
+        raise Refusal(
+            f"There is no model {request.model!r:.100}; expected one of {known}. Use model.name, or map the name to "
+            "another endpoint with Agent(..., models=...).",
+            404,
+            "model_not_found",
+        )
+    if unenforced := sorted(set(request.constraints) - agent.not_enforced):
+        name = unenforced[0]
+        value = json.dumps(request.constraints[name], sort_keys=True, default=str)
+        raise Refusal(
+            f"{name}={value:.200} asks for another distribution than the trained one. Leave it out, or declare "
+            f"Agent(..., not_enforced=[{name!r}]) if the agent can do without its being enforced."
+        )
+    if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
+        raise Refusal(f"n={request.n} and max_tokens={request.max_tokens}: both must be at least 1.")
 
 
 @dataclass(frozen=True)

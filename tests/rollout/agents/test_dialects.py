@@ -265,7 +265,11 @@ def test_the_least_that_can_be_sent(dialect: Dialect) -> None:
         (CHAT, {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, {"response_format"}),
         (CHAT, {"guided_json": {"type": "object"}}, {"guided_json"}),
-        (CHAT, {"best_of": 2, "stop_token_ids": [3], "use_beam_search": True}, {"best_of", "stop_token_ids", "use_beam_search"}),
+        (
+            CHAT,
+            {"best_of": 2, "stop_token_ids": [3], "use_beam_search": True},
+            {"best_of", "stop_token_ids", "use_beam_search"},
+        ),
         (CHAT, {"best_of": 1, "stop_token_ids": [], "use_beam_search": False}, {}),
         (RESPONSES, {"tool_choice": "required"}, {"tool_choice": "required"}),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "weather"}}, {"tool_choice"}),
@@ -283,7 +287,7 @@ def test_what_asks_for_another_distribution_is_told_apart(dialect: Dialect, fiel
 
 @pytest.mark.parametrize("fields, sampling", [
     ((CHAT, {"parallel_tool_calls": True}), {}),
-    ((RESPONSES, {"parallel_tool_calls": False, "truncation": "auto"}), {"parallel_tool_calls": False, "truncation": "auto"}),
+    ((RESPONSES, given := {"parallel_tool_calls": False, "truncation": "auto"}), given),
     ((RESPONSES, {"parallel_tool_calls": True, "truncation": "disabled"}), {}),
     ((MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}), {"disable_parallel_tool_use": True}),
     ((MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}), {}),
