@@ -222,7 +222,7 @@ class PlayedAgent:
     """An episode of an agent, played by a function."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Of the policy, in the order of arrival: ``messages`` up to the answer, and ``tools`` where the agent sent some."""
+    """The calls of the policy, as they arrived: ``messages`` up to the answer, and ``tools`` where the agent sent some."""
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     """With ``success``, if the agent reports it."""
