@@ -63,7 +63,8 @@ class FakeJudge:
     """The server.
 
     Args:
-        fault: Returns the fault of a try, given the request and how often it was made before; None for none.
+        fault: Returns the fault of a try, given the request and how often it was made before; None for none. ``status 429 7
+            words`` has ``Retry-After`` and words in its body.
         answer: Returns the answer to a request, as text or as data.
     """
 
@@ -92,32 +93,37 @@ class FakeJudge:
             self.keys.append(handler.headers.get("Authorization"))
         self.asked.set()
         fault = self.fault(body, before)
-        status, content = 200, ""
+        status, content, after = 200, "", ""
         if fault == "no answer":
             self.ended.wait(20)
             handler.close_connection = True
         elif fault is not None and fault.startswith("status"):
-            status, content = int(fault.split()[1]), f"busy: {self.keys[-1]}"
+            _, number, *after_words = fault.split()
+            status, content = int(number), f"busy: {self.keys[-1]} {' '.join(after_words[1:])}"
+            after = "".join(after_words[:1])
         elif fault == "no completion":
             content = "<html>gateway</html>"
         elif fault in BAD_ANSWERS:
             content = completion(BAD_ANSWERS[fault])
         else:
             answer = self.answer(body)
-            content = completion(answer if isinstance(answer, str) else json.dumps(answer))
+            content = completion(answer if isinstance(answer, str | None) else json.dumps(answer))
         with self._lock:
             self._now -= 1
         if fault != "no answer":
             sent = content.encode()
             handler.send_response(status)
             handler.send_header("Content-Length", str(len(sent)))
+            if after:
+                handler.send_header("Retry-After", after)
             handler.end_headers()
             handler.wfile.write(sent)
 
 
-def completion(content: str) -> str:
+def completion(content: str | None) -> str:
     usage = {"prompt_tokens": 100, "completion_tokens": 10}
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}], "usage": usage})
+    choice = {"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    return json.dumps({"choices": [choice], "usage": usage})
 
 
 @contextmanager

@@ -690,11 +690,28 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge's status is always tried again", "judges/asking.py",
-        "kind = UnansweredForNow if again else Unanswered", "kind = UnansweredForNow", f"{JUDGES} -k cannot_succeed",
+        "if not again or (too_often", "if False or (too_often", f"{JUDGES} -k cannot_succeed",
     ),
     Mutation(
         "a judge's failure is forgotten", "judges/asking.py",
         "self.stored.put(failure, reply.failed)", "pass", f"{JUDGES} -k stays_so",
+    ),
+    Mutation(
+        "a judge's answer that does not fit is stored", "judges/asking.py",
+        "                if read_judgement(answer, question) is None:", "                if False:",
+        f"{JUDGES} -k mended_server",
+    ),
+    Mutation(
+        "a judge's answer without text is the word None", "judges/asking.py",
+        "if not isinstance(content, str):", "if not isinstance(content := str(content), str):", f"{JUDGES} -k without_text",
+    ),
+    Mutation(
+        "a rate limit uses the tries of a judge up", "judges/asking.py",
+        "patient = _failure(state).too_often and", "patient = False and", f"{JUDGES} -k rate_limit",
+    ),
+    Mutation(
+        "a judge is asked before it wants to be", "judges/asking.py",
+        "return _failure(state).after + WAITS(state)", "return WAITS(state)", f"{JUDGES} -k rate_limit",
     ),
     Mutation(
         "a judge's key stays in its answers", "judges/asking.py",
@@ -2077,6 +2094,18 @@ MUTATIONS = [
     Mutation(
         "a judge reads calls on the side as one conversation", "judges/questions.py",
         'anew = turn.messages if "call" in turn.info else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
+    ),
+    Mutation(
+        "a judge reads again what an earlier conversation began with", "judges/questions.py",
+        "shown = shown[shared:]", "pass", f"{JUDGES} -k omitted",
+    ),
+    Mutation(
+        "a judge reads no tool calls of messages", "judges/questions.py",
+        'if (calls := message.get("tool_calls"))', "if (calls := ())", f"{JUDGES} -k tool_calls",
+    ),
+    Mutation(
+        "an answer in JSON is a tool call", "envs/tools/toolbox.py",
+        "if not (calls or tagged or", "if not (True or", "tests/envs/test_tools.py -k formats",
     ),
     Mutation(
         "a judge reads a rewritten context as another conversation", "judges/questions.py",
@@ -3853,6 +3882,21 @@ MUTATIONS = [
         "tests/rollout/agents/test_scripted_policies.py -k every_call",
     ),
     Mutation(
+        "a scripted policy sees no earlier answers", "evaluation/scripted_policies.py",
+        "request.messages[request.instructed : request.instructed] = before", "pass",
+        "tests/rollout/agents/test_scripted_policies.py -k goes_on",
+    ),
+    Mutation(
+        "a question to a judge is a demonstration", "evaluation/scripted_policies.py",
+        "        if request.model == POLICY:", "        if True:",
+        "tests/rollout/agents/test_scripted_policies.py -k no_demonstration",
+    ),
+    Mutation(
+        "scripted policies answer what training refuses", "evaluation/scripted_policies.py",
+        "            check_request(request, self._agent)", "            pass",
+        "tests/rollout/agents/test_scripted_policies.py -k no_demonstration",
+    ),
+    Mutation(
         "policies of agents draw without the seed", "evaluation/scripted_policies.py",
         'random.Random(f"player {seed}")',
         "random.Random()",
@@ -3953,6 +3997,14 @@ MUTATIONS = [
         'constraints["response_format"] = form',
         "pass",
         DIALECTS,
+    ),
+    Mutation(
+        "parts of a message are one line", "rollout/agents/dialects/base.py",
+        'return "\\n".join(part["text"]', 'return "".join(part["text"]', f"{DIALECTS} -k are_lines",
+    ),
+    Mutation(
+        "one call at a time is asked for in vain, in silence", "rollout/agents/dialects/base.py",
+        'in (None, True) else {"parallel_tool_calls": False}', "in (None, True) else {}", f"{DIALECTS} -k no_effect",
     ),
     Mutation(
         "calls of one response are several messages", "rollout/agents/dialects/responses.py",

@@ -23,7 +23,16 @@ from agile_trainers.envs.checker import validate_context, validate_reset, valida
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
 from agile_trainers.rollout.agents.episode import as_message, cut_at_stop, tool_calls
-from agile_trainers.rollout.agents.requests import Answer, CalledTool, ChatRequest, Choice, Refusal, Ticket
+from agile_trainers.rollout.agents.requests import (
+    POLICY,
+    Answer,
+    CalledTool,
+    ChatRequest,
+    Choice,
+    Refusal,
+    Ticket,
+    check_request,
+)
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
@@ -207,7 +216,7 @@ class PlayedAgent:
     """An episode of an agent, played by a function."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """In the order of arrival: ``messages`` up to the answer, and ``tools`` where the agent sent some."""
+    """The calls of the policy, as they arrived: ``messages`` up to the answer, and ``tools`` where the agent sent some."""
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     """With ``success``, if the agent reports it."""
@@ -222,6 +231,9 @@ def play_agent(
     agent: EnvironmentFactory | Agent, policy: ScriptedPolicy, seeds: Iterable[int], row: dict[str, Any] | None = None
 ) -> list[PlayedAgent]:
     """Let an agent play episodes, one after the other, in which a function answers its requests.
+
+    What training refuses is refused here too. The function also answers requests to ``policy-frozen``, such as those to a
+    judge, which are no calls of the policy.
 
     Args:
         agent: The agent, or what :func:`~agile_trainers.envs.registry.make_environment_factory` makes of its id.
@@ -295,6 +307,8 @@ class _Played:
     def __init__(self, agent: Agent, policy: ScriptedPolicy) -> None:
         self._agent, self._policy = agent, policy
         self._episodes: dict[str, tuple[PlayedAgent, random.Random]] = {}
+        self._said: dict[tuple[str, str], list[Message]] = {}
+        """Conversations up to an answer, without its instructions, by the episode's key and the answer's id."""
 
     def admit(self, seed: int) -> tuple[str, PlayedAgent]:
         key, episode = f"sk-{secrets.token_urlsafe(32)}", PlayedAgent()
@@ -307,21 +321,38 @@ class _Played:
         return self._agent.models
 
     def ask(self, key: str, ticket: Ticket) -> None:
+        request = ticket.request
         episode, rng = self._episodes[key]
         try:
-            choices = tuple(self._choice(ticket.request, episode, rng) for _ in range(ticket.request.n))
+            check_request(request, self._agent)
+            self._prepend(key, request)
+            choices = tuple(self._choice(request, episode, rng, place) for place in range(request.n))
+        except Refusal as refusal:
+            ticket.answer.set_exception(refusal)
+            return
         except Exception as error:
             ticket.answer.set_exception(Refusal(f"The policy failed: {type(error).__name__}: {error}"))
             return
-        ticket.answer.set_result(Answer(secrets.token_hex(12), ticket.request.model, int(time.time()), choices))
+        identity = secrets.token_hex(12)
+        self._said[key, identity] = [*request.messages[request.instructed :], as_message(choices[0])]
+        ticket.answer.set_result(Answer(identity, request.model, int(time.time()), choices))
 
-    def _choice(self, request: ChatRequest, episode: PlayedAgent, rng: random.Random) -> Choice:
+    def _prepend(self, key: str, request: ChatRequest) -> None:
+        """Put the conversation before a request that goes on from an answer, after its instructions."""
+        if request.previous is not None:
+            before = self._said.get((key, request.previous.replace("-", "_").rpartition("_")[2]))
+            if before is None:
+                raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
+            request.messages[request.instructed : request.instructed] = before
+
+    def _choice(self, request: ChatRequest, episode: PlayedAgent, rng: random.Random, place: int) -> Choice:
         text, stop = cut_at_stop(self._policy(request.messages, rng), request.stop)
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
-            text, calls = tool_calls(text, len(episode.calls).to_bytes(4))
+            text, calls = tool_calls(text, f"{len(self._said)} {place}".encode())
         choice = Choice(text, calls, "tool_calls" if calls else "stop", stop=stop)
-        episode.calls.append({"messages": [*request.messages, as_message(choice)], "tools": request.tools})
+        if request.model == POLICY:
+            episode.calls.append({"messages": [*request.messages, as_message(choice)], "tools": request.tools})
         return choice
 
     def delivered(self, key: str, ticket: Ticket) -> None: ...

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,12 +22,12 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from transformers.utils import logging
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from agile_trainers.checkpoints.disclosure import MASK, mask
-from agile_trainers.judges.questions import JudgeQuestion, canonical
+from agile_trainers.judges.questions import JudgeQuestion, canonical, read_judgement
 from agile_trainers.records.plain import content_digest
 from agile_trainers.types import Message
 
@@ -57,6 +59,10 @@ class StoredAnswers:
         stored = self.get(key)
         return answer if stored is None else stored
 
+    def drop(self, key: str, answer: str) -> None:
+        """Remove an answer, if it is what is stored."""
+        self._run("DELETE FROM answers WHERE key = ? AND answer = ?", key, json.dumps(answer))
+
     def _run(self, statement: str, *values: str) -> list[Any]:
         try:
             if self._database is None:
@@ -84,9 +90,16 @@ class StoredAnswers:
 
 WAITS = wait_random_exponential(multiplier=0.5, max=30)
 """Seconds before a repetition."""
-_AGAIN = (408, 409, 425, 429)
+PATIENCE = 600.0
+"""Seconds for which a judge that is asked too often (status 429) is asked again, whatever the number of tries."""
+_LONGEST_WAIT = 60.0
+"""Seconds that a server may have a repetition wait, with ``Retry-After``."""
+_TOO_OFTEN = 429
+_AGAIN = (408, 409, 425, _TOO_OFTEN)
 """Statuses of requests that may succeed later, beside those of the server's own errors."""
 _LONGEST_ERROR = 300
+UNFIT = "The answer does not fit its schema: "
+"""Beginning of the reason of an answer that cannot be read."""
 
 
 class Unanswered(Exception):
@@ -94,12 +107,22 @@ class Unanswered(Exception):
 
 
 class UnansweredForNow(Unanswered):
-    """A judge did not answer, and may if it is asked again."""
+    """A judge did not answer, and may if it is asked again.
+
+    Args:
+        reason: Why.
+        after: Seconds before the next try, at least.
+        too_often: Whether it would have answered fewer questions.
+    """
+
+    def __init__(self, reason: str, after: float = 0.0, too_often: bool = False) -> None:
+        super().__init__(reason)
+        self.after, self.too_often = after, too_often
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer of a judge, not checked yet, or the reason why there is none."""
+    """The answer of a judge, which fits its question, or the reason why there is none."""
 
     answer: str | None = None
     failed: str | None = None
@@ -187,22 +210,40 @@ class JudgeEndpoint:
         except httpx.HTTPError as error:
             raise UnansweredForNow(f"{type(error).__name__}: {error}") from None
         if response.is_error or response.is_redirect:
+            reason = f"HTTP {response.status_code}: {mask(text)[0][:_LONGEST_ERROR]}"
+            too_often = response.status_code == _TOO_OFTEN
             again = response.status_code in _AGAIN or response.is_server_error
-            kind = UnansweredForNow if again else Unanswered
-            raise kind(f"HTTP {response.status_code}: {mask(text)[0][:_LONGEST_ERROR]}")
+            if not again or (too_often and "insufficient_quota" in text):  # OpenAI's: the money has run out
+                raise Unanswered(reason)
+            raise UnansweredForNow(reason, _seconds(response.headers.get("Retry-After", "")), too_often)
         try:
             answered = json.loads(text)
             usage = answered.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-            return str(answered["choices"][0]["message"]["content"]), tokens
+            choice = answered["choices"][0]
+            content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UnansweredForNow(f"The response is no chat completion: {mask(text)[0][:_LONGEST_ERROR]}") from None
+        if not isinstance(content, str):  # thoughts alone, or a refusal
+            raise Unanswered(f"The answer has no text (finish_reason: {ended!r:.40}).")
+        return content, tokens
 
     async def close(self) -> None:
         """Close connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
+
+
+def _seconds(after: str) -> float:
+    """Read ``Retry-After``: seconds, or a date; 0 for anything else."""
+    with suppress(ValueError):
+        return min(max(0.0, float(after)), _LONGEST_WAIT)  # in this order NaN is 0
+    try:
+        left = (parsedate_to_datetime(after) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):  # TypeError: of a date without a time zone
+        return 0.0
+    return min(max(0.0, left), _LONGEST_WAIT)
 
 
 class JudgeFunction:
@@ -329,7 +370,9 @@ class Asker:
         if failure is not None and (noted := self.stored.get(failure)) is not None:
             return Reply(failed=noted, stored=True)
         if (answer := self.stored.get(key)) is not None:
-            return Reply(answer, stored=True)
+            if read_judgement(answer, question) is not None:
+                return Reply(answer, stored=True)
+            self.stored.drop(key, answer)  # earlier versions kept those too
         if (shared := self._under_way.get(key)) is not None:
             reply = replace(await shared, tokens=(0, 0), stored=True)
         else:
@@ -347,6 +390,8 @@ class Asker:
                     answer, tokens = await self._repeatedly(question)
                 except Unanswered as error:
                     return Reply(failed=str(error), seconds=time.perf_counter() - started)
+                if read_judgement(answer, question) is None:  # of a server that may be mended before another run asks
+                    return Reply(None, f"{UNFIT}{answer!r:.300}", tokens, time.perf_counter() - started)
                 # Another process may have been first: what counts is what a resumed run finds.
                 return Reply(self.stored.put(key, answer), None, tokens, time.perf_counter() - started)
         finally:
@@ -360,8 +405,15 @@ class Asker:
             except TimeoutError:
                 raise UnansweredForNow(f"No answer within {self._timeout:g} s.") from None
 
+        def ends(state: RetryCallState) -> bool:
+            patient = _failure(state).too_often and (state.seconds_since_start or 0.0) < PATIENCE
+            return state.attempt_number >= self._attempts and not patient
+
+        def wait(state: RetryCallState) -> float:
+            return _failure(state).after + WAITS(state)  # what is told to many at once is not obeyed at once by all
+
         again = retry_if_exception_type(UnansweredForNow)
-        return await AsyncRetrying(stop=stop_after_attempt(self._attempts), wait=WAITS, retry=again, reraise=True)(once)
+        return await AsyncRetrying(stop=ends, wait=wait, retry=again, reraise=True)(once)
 
     def close(self) -> None:
         """End the thread, and what is being asked."""
@@ -382,3 +434,10 @@ class Asker:
         await asyncio.gather(*others, return_exceptions=True)
         await self._source.close()
         self.stored.close()
+
+
+def _failure(state: RetryCallState) -> UnansweredForNow:
+    assert state.outcome is not None
+    failure = state.outcome.exception()
+    assert isinstance(failure, UnansweredForNow)
+    return failure

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from agile_trainers.imports import exits_reported
-from agile_trainers.judges.asking import Asker, JudgeEndpoint, JudgeFunction, Reply
+from agile_trainers.judges.asking import UNFIT, Asker, JudgeEndpoint, JudgeFunction, Reply
 from agile_trainers.judges.questions import (
     EPISODE,
     GROUP,
@@ -236,10 +236,9 @@ class Judge:
             own = [next(left) for _ in one.questions]
             answers = [None if r.answer is None else read_judgement(r.answer, q) for r, q in zip(own, one.questions)]
             problem = next((reply.failed for reply in own if reply.failed is not None), None)
-            if problem is None and None in answers:
-                problem = f"The answer does not fit its schema: {own[answers.index(None)].answer!r:.300}"
-                bad += len(one.episodes)
-            problems += [problem] * len(one.episodes) if problem else []
+            if problem is not None:
+                problems += [problem] * len(one.episodes)
+                bad += len(one.episodes) * problem.startswith(UNFIT)
             self._note(one, answers, problem, trajectories, scores)
         if problems and not self._warned:
             self._warned = True

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from jsonschema import Draft202012Validator
 
 from agile_trainers.records.plain import encodable
-from agile_trainers.types import Message, Trajectory, Turn, text_of
+from agile_trainers.types import Message, Trajectory, Turn, common_prefix, text_of
 
 EPISODE, TURN, GROUP = "episode", "turn", "group"
 UNITS = (EPISODE, TURN, GROUP)
@@ -59,24 +59,40 @@ def transcript(episode: Trajectory) -> list[dict[str, Any]]:
     """Return the prompt, the answers and the observations of an episode, in order, as text.
 
     Answers have the number of their turn, from 1 on. A call of an agent that continues no other comes with its own prompt,
-    whose first message ``begins`` another conversation; calls have the order of :attr:`Trajectory.turns`.
+    whose first message ``begins`` another conversation; calls have the order of :attr:`Trajectory.turns`. Messages that an
+    earlier conversation began with are ``omitted``.
     """
     lines = list[dict[str, Any]]()
+    earlier: list[tuple[int, list[dict[str, Any]]]] = []
+    """The conversations so far, each with its first turn."""
     for k, turn in enumerate(episode.turns):
         # Of an episode whose environment rewrites contexts, this is what the policy saw, and no other conversation.
         anew = turn.messages if "call" in turn.info else None
-        if anew or not k:
-            prompt = _lines(anew or episode.prompt)
-            if k:
-                prompt[0]["begins"] = True
-            lines += prompt
+        prompt = _lines(anew or episode.prompt) if anew or not k else []
         action, *observed = turn.said
-        lines += [{"role": "assistant", "turn": k + 1, "content": action["content"]}, *_lines(observed)]
+        said = [{"role": "assistant", "content": action["content"]}, *_lines(observed)]
+        answer = {"role": "assistant", "turn": k + 1, "content": action["content"]}
+        shown = [*prompt, answer, *said[1:]]
+        if anew and k:
+            # The last of those that share most, which is nearest to it.
+            shared, first = max((common_prefix(whole, prompt), first) for first, whole in earlier)  # type: ignore[arg-type]
+            shown = shown[shared:]
+            shown[0] = {**shown[0], "begins": True}
+            if shared:
+                shown[0]["omitted"] = f"the first {shared} messages, as in the conversation with turn {first}"
+        if prompt or not k:
+            earlier.append((k + 1, prompt))
+        earlier[-1][1].extend(said)
+        lines += shown
     return lines
 
 
 def _lines(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{"role": message["role"], "content": text_of(message)} for message in messages]
+    return [
+        {"role": message["role"], "content": text_of(message)}
+        | ({"tool_calls": [one["function"] for one in calls]} if (calls := message.get("tool_calls")) else {})
+        for message in messages
+    ]
 
 
 def canonical(value: Any) -> str:

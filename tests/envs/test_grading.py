@@ -91,7 +91,7 @@ def test_scans_are_linear() -> None:
     assert tagged("<search>" * MANY, "search", "answer") == []
     assert len(tagged("<search></search>" * MANY, "search", "answer")) == MANY
     assert exact_match("<answer>" * MANY, "1") == exact_match("9" * MANY, "1") == exact_match("=" * MANY, "1") == 0.0
-    assert len(parse_tool_calls('{"name": "a"};' * MANY)) == MANY
+    assert len(parse_tool_calls('{"name": "a", "parameters": {}};' * MANY)) == MANY
     assert isinstance(parse_tool_calls("<tool_call>" * MANY)[0], MalformedCall)
 
 

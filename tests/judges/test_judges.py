@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sqlite3
 import sys
 import threading
+import time
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_judge import BAD_ANSWERS, FAULTS, FakeJudge, draw, episode, record_of, score_of, serving
+from fake_judge import BAD_ANSWERS, FAULTS, FakeJudge, draw, episode, record_of, score_of, serving, truth
 from tenacity import wait_none
 
 from agile_trainers import Judge
@@ -28,7 +30,7 @@ from agile_trainers.judges.questions import (
     scores_of_ranking,
     transcript,
 )
-from agile_trainers.types import StopReason, Turn
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 UNIT = (0.0, 1.0)
 
@@ -36,6 +38,7 @@ UNIT = (0.0, 1.0)
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "WAITS", wait_none())
+    monkeypatch.setattr(asking, "PATIENCE", 0.0)
 
 
 @pytest.fixture
@@ -101,6 +104,48 @@ def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> N
     rewritten = episode("a", "b")
     rewritten.turns[1].messages = said("shorter")
     assert transcript(rewritten) == transcript(episode("a", "b"))
+
+
+def calling(*prompts: list[str]) -> Trajectory:
+    """An episode of calls, each with a prompt of its own, which have the answers a, b, c..."""
+    played = episode(*"abcdefgh"[: len(prompts)])
+    for turn, prompt in zip(played.turns, prompts, strict=True):
+        turn.info, turn.observation = {"call": {}}, None
+        roles = itertools.cycle(("user", "assistant"))
+        turn.messages = [{"role": role, "content": text} for role, text in zip(roles, prompt)]
+    return played
+
+
+def test_messages_that_an_earlier_conversation_began_with_are_omitted() -> None:
+    """Of a client that edits each answer, of a prompt that is asked again, and of a conversation that goes on elsewhere."""
+    told = transcript(calling(["go"], ["go", "a.", "on"], ["go", "a.", "on", "b.", "up"], ["go"], ["other"]))
+
+    def begun(count: int, turn: int) -> dict[str, Any]:
+        return {"begins": True, "omitted": f"the first {count} messages, as in the conversation with turn {turn}"}
+
+    assert told == [
+        {"role": "user", "content": "go"}, {"role": "assistant", "turn": 1, "content": "a"},
+        {"role": "assistant", "content": "a.", **begun(1, 1)}, {"role": "user", "content": "on"},
+        {"role": "assistant", "turn": 2, "content": "b"},
+        {"role": "assistant", "content": "b.", **begun(3, 2)}, {"role": "user", "content": "up"},
+        {"role": "assistant", "turn": 3, "content": "c"},
+        {"role": "assistant", "turn": 4, "content": "d", **begun(1, 3)},
+        {"role": "user", "content": "other", "begins": True}, {"role": "assistant", "turn": 5, "content": "e"},
+    ]  # fmt: skip
+    told = transcript(calling(["go"], ["go", "a", "on"]))
+    assert told[2:] == [
+        {"role": "user", "content": "on", **begun(2, 1)}, {"role": "assistant", "turn": 2, "content": "b"},
+    ]  # fmt: skip
+
+
+def test_tool_calls_of_messages_are_shown() -> None:
+    function = {"name": "rm", "arguments": {"path": "/etc"}}
+    played = calling(["go"], ["go", "Let me"])
+    assert played.turns[1].messages is not None
+    played.turns[1].messages[1]["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
+    shown = transcript(played)[2]
+    assert shown["content"] == "Let me" and shown["tool_calls"] == [function]
+    ask_of_episode(played, "r", "episode", UNIT)
 
 
 def test_a_rubric_that_exits_is_named(made: Any) -> None:
@@ -239,6 +284,44 @@ def test_what_cannot_succeed_is_not_tried_again(made, status: int, tries: int) -
         (score,), _ = asked(made(url, "r", model="m", attempts=3), one := episode("go"))
     assert score is None and len(fake.requests) == tries
     assert one.turns[0].judgements["judge"]["failed"].startswith(f"HTTP {status}")
+
+
+def test_a_rate_limit_is_waited_for(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the server says, more often than other failures; and no longer than is patient."""
+    monkeypatch.setattr(asking, "PATIENCE", 5.0)
+    fake = FakeJudge()
+    with serving(fake) as url:
+        judge = made(url, "r", model="m", attempts=2)
+        asked(judge, episode("connects"))
+        fake.fault = lambda body, before: "status 429 0.1" if before < 3 else None
+        started = time.perf_counter()
+        assert asked(judge, episode("go"))[0] == [score_of(["go"])] and len(fake.requests) == 5
+        assert time.perf_counter() - started >= 0.3
+        monkeypatch.setattr(asking, "PATIENCE", 0.1)
+        fake.fault = lambda body, before: "status 429 0.05"
+        assert asked(judge, episode("on"))[0] == [None]
+
+
+@pytest.mark.parametrize(("after", "seconds"), [
+    ("", 0), ("7", 7), ("86400", 60), ("-1", 0), ("nan", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+    ("Wed, 21 Oct 2099 07:28:00 GMT", 60), ("Wed, 21 Oct 2099 07:28:00", 0),
+])  # fmt: skip
+def test_seconds_that_a_server_has_one_wait(after: str, seconds: float) -> None:
+    assert asking._seconds(after) == seconds
+
+
+def test_an_account_without_money_is_given_up_at_once(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "PATIENCE", 5.0)
+    fake = FakeJudge(lambda body, before: "status 429 0 insufficient_quota")
+    with serving(fake) as url:
+        assert asked(made(url, "r", model="m"), episode("go"))[0] == [None] and len(fake.requests) == 1
+
+
+def test_an_answer_without_text_is_none(made) -> None:
+    fake = FakeJudge(answer=lambda body: None)
+    with serving(fake) as url:
+        assert asked(made(url, "r", model="m"), one := episode("go"))[0] == [None] and len(fake.requests) == 1
+    assert one.turns[0].judgements["judge"]["failed"] == "The answer has no text (finish_reason: 'stop')."
 
 
 def test_nobody_listens(made) -> None:
@@ -415,6 +498,40 @@ def test_what_failed_stays_so_in_its_run_and_for_its_episode_alone(made, tmp_pat
         assert scores("one", 1) == [None] and len(fake.requests) == 1
         assert scores("one", 2) == [score_of(["a"])] and len(fake.requests) == 2
         assert scores("one", 1) == [None] and scores("two", 1) == [score_of(["a"])] and len(fake.requests) == 2
+
+
+@pytest.mark.parametrize("bad", ["<think>so</think>{}", None])
+def test_a_mended_server_is_asked_again_in_another_run(made, tmp_path: Path, bad: str | None) -> None:
+    """And in the same run, where the answer that did not fit stays, as resumption needs it; its tokens were paid for."""
+    fake = FakeJudge(answer=lambda body: bad)
+    metrics: list[dict[str, float]] = []
+    with serving(fake) as url:
+
+        def score(run: str) -> float | None:
+            judge = made(url, "r", model="m")
+            judge.begin_run(2, tmp_path, lambda: run, 0, 1)
+            (found,), noted = asked(judge, episode("a"))
+            metrics.append(noted)
+            judge.close()
+            return found
+
+        assert score("one") is None
+        fake.answer = truth
+        assert score("one") is None and len(fake.requests) == 1
+        assert metrics[0]["bad"] == metrics[1]["bad"] == (bad is not None) and metrics[0]["failed"] == 1
+        assert metrics[0]["tokens_asked"] == (100 if bad else 0)
+        assert score("two") == score("three") == score_of(["a"]) and len(fake.requests) == 2
+
+
+def test_bad_answers_that_earlier_versions_stored_are_asked_again(made, tmp_path: Path) -> None:
+    judge = made(scoring(0.5), "r", cache=tmp_path / "answers")
+    asked(judge, episode("a"))
+    judge.close()
+    with sqlite3.connect(tmp_path / "answers") as database:
+        database.execute("UPDATE answers SET answer = ?", (json.dumps("no"),))
+    database.close()
+    counts = [asked(judge, episode("a")) for _ in range(2)]
+    assert [found[0] for found in counts] == [[0.5]] * 2 and [found[1]["questions"] for found in counts] == [1, 0]
 
 
 def test_a_damaged_file_costs_calls_and_no_run(made, tmp_path: Path) -> None:

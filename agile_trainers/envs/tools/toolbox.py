@@ -24,6 +24,7 @@ from agile_trainers.types import Content, Message, parts_of
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
 _BETWEEN = re.compile(r"[\s;]*")
+_PYTHON_TAG = "<|python_tag|>"
 _SHOWN = 200
 """Characters of an error that the model sees."""
 
@@ -47,13 +48,18 @@ class MalformedCall:
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
     """Parse the calls in an answer, in order; empty if there are none.
 
+    JSON without tags is a call if it has ``name`` and ``parameters`` (or ``arguments``), and else an answer in JSON.
+
     Args:
         text: The model's answer, without special tokens.
     """
     if _OPEN in text or _CLOSE in text:
         return _hermes_calls(text)
-    answer = text.strip().removeprefix("<|python_tag|>").lstrip()
-    return _llama_calls(answer) if re.match(r'\{\s*"(name|type|function|parameters|arguments)"', answer) else []
+    bare = text.strip()
+    answer = bare.removeprefix(_PYTHON_TAG).lstrip()
+    if not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', answer):
+        return []
+    return _llama_calls(answer, tagged=bare.startswith(_PYTHON_TAG))
 
 
 def argument_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
@@ -91,7 +97,7 @@ def _hermes_calls(text: str) -> list[ToolCall | MalformedCall]:
     return calls
 
 
-def _llama_calls(answer: str) -> list[ToolCall | MalformedCall]:
+def _llama_calls(answer: str, *, tagged: bool) -> list[ToolCall | MalformedCall]:
     calls: list[ToolCall | MalformedCall] = []
     decoder = json.JSONDecoder()
     position = 0
@@ -100,6 +106,8 @@ def _llama_calls(answer: str) -> list[ToolCall | MalformedCall]:
             value, position = decoder.raw_decode(answer, position)
         except (ValueError, RecursionError) as error:
             return [*calls, MalformedCall(_json_error(error))]
+        if not (calls or tagged or value.keys() & {"arguments", "parameters"}):
+            return []
         calls.append(_checked(value))
         position = _BETWEEN.match(answer, position).end()  # type: ignore[union-attr]
     return calls

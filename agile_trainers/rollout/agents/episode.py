@@ -41,6 +41,7 @@ from agile_trainers.rollout.agents.requests import (
     Refusal,
     SampledToken,
     Ticket,
+    check_request,
 )
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
@@ -539,22 +540,7 @@ class AgentEpisode:
 
     def _check(self, request: ChatRequest) -> None:
         """Refuse a request that this run does not answer."""
-        if request.model not in (POLICY, FROZEN):
-            known = ", ".join(map(repr, (POLICY, FROZEN, *self.agent.models)))
-            raise Refusal(
-                f"There is no model {request.model!r:.100}; expected one of {known}. Use model.name, or map the name to "
-                "another endpoint with Agent(..., models=...).",
-                404,
-                "model_not_found",
-            )
-        if unenforced := sorted(set(request.constraints) - self.agent.not_enforced):
-            name = unenforced[0]
-            raise Refusal(
-                f"{name}={_text(request.constraints[name]):.200} asks for another distribution than the trained one. Leave "
-                f"it out, or declare Agent(..., not_enforced=[{name!r}]) if the agent can do without its being enforced."
-            )
-        if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
-            raise Refusal(f"n={request.n} and max_tokens={request.max_tokens}: both must be at least 1.")
+        check_request(request, self.agent)
         used = sum(one.asked.trained for one in self._samples)
         if request.model == POLICY and used + request.n > self.limits.max_turns:
             raise Refusal(

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agile_trainers.envs.agent import Endpoint
+from agile_trainers.envs.agent import Agent, Endpoint
 from agile_trainers.types import Message
 
 POLICY = "policy"
@@ -37,7 +37,7 @@ class Refusal(Exception):
 class ChatRequest:
     """A request, whatever its dialect.
 
-    ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are joined, null
+    ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are lines, null
     is empty), the arguments of a tool call are a parsed JSON object where they are one (else the text as sent), and the role
     ``developer`` is ``system``. Keys: ``role``, ``content``, and if given ``name``, ``tool_calls`` (of an assistant),
     ``tool_call_id`` (of a tool's result). A tool call is ``{"id", "type": "function", "function": {"name", "arguments"}}``.
@@ -57,8 +57,8 @@ class ChatRequest:
     calls_tools: bool = True
     """False with ``tool_choice="none"``: calls in the answer stay text."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Settings that the run decides, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``, penalties, ``logit_bias``,
-    reasoning effort."""
+    """Settings that the run decides or that have no effect, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``,
+    penalties, ``logit_bias``, reasoning effort, ``parallel_tool_calls``."""
     constraints: dict[str, Any] = field(default_factory=dict)
     """Settings that ask for another distribution, as sent: ``tool_choice`` other than auto and none, ``response_format``
     other than text, and their like in other dialects."""
@@ -68,6 +68,35 @@ class ChatRequest:
     """True if the first message is ``instructions`` for this answer alone; an answer that follows it does not get them."""
     body: bytes = b""
     """The body as received, to know a repeated request by; the server sets it."""
+
+
+def check_request(request: ChatRequest, agent: Agent) -> None:
+    """Refuse a request for a model that there is not, or for another distribution.
+
+    Args:
+        request: The request.
+        agent: Its agent, for what it declares.
+
+    Raises:
+        Refusal: The refusal.
+    """
+    if request.model not in (POLICY, FROZEN):
+        known = ", ".join(map(repr, (POLICY, FROZEN, *agent.models)))
+        raise Refusal(
+            f"There is no model {request.model!r:.100}; expected one of {known}. Use model.name, or map the name to "
+            "another endpoint with Agent(..., models=...).",
+            404,
+            "model_not_found",
+        )
+    if unenforced := sorted(set(request.constraints) - agent.not_enforced):
+        name = unenforced[0]
+        value = json.dumps(request.constraints[name], sort_keys=True, default=str)
+        raise Refusal(
+            f"{name}={value:.200} asks for another distribution than the trained one. Leave it out, or declare "
+            f"Agent(..., not_enforced=[{name!r}]) if the agent can do without its being enforced."
+        )
+    if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
+        raise Refusal(f"n={request.n} and max_tokens={request.max_tokens}: both must be at least 1.")
 
 
 @dataclass(frozen=True)

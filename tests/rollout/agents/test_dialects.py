@@ -119,7 +119,7 @@ MESSAGES_BODY = {
     "model": "policy-frozen",
     "max_tokens": 9,
     "system": [
-        {"type": "text", "text": "Be "},
+        {"type": "text", "text": "Be"},
         {"type": "text", "text": "short.", "cache_control": {"type": "ephemeral"}},
     ],
     "messages": [
@@ -173,7 +173,7 @@ def test_chat_completions_are_read() -> None:
         logprobs=True,
         stream=True,
         stream_usage=True,
-        sampling={"temperature": 0.2, "seed": 5},
+        sampling={"temperature": 0.2, "seed": 5, "parallel_tool_calls": False},
     )
 
 
@@ -200,7 +200,7 @@ def test_messages_are_read() -> None:
     assert MESSAGES.read(MESSAGES_BODY) == ChatRequest(
         model="policy-frozen",
         messages=[
-            {"role": "system", "content": "Be short."},
+            {"role": "system", "content": "Be\nshort."},
             {"role": "user", "content": "How is it?"},
             {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
             {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "call0"},
@@ -265,6 +265,12 @@ def test_the_least_that_can_be_sent(dialect: Dialect) -> None:
         (CHAT, {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, {"response_format"}),
         (CHAT, {"guided_json": {"type": "object"}}, {"guided_json"}),
+        (
+            CHAT,
+            {"best_of": 2, "stop_token_ids": [3], "use_beam_search": True},
+            {"best_of", "stop_token_ids", "use_beam_search"},
+        ),
+        (CHAT, {"best_of": 1, "stop_token_ids": [], "use_beam_search": False}, {}),
         (RESPONSES, {"tool_choice": "required"}, {"tool_choice": "required"}),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "weather"}}, {"tool_choice"}),
         (RESPONSES, {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
@@ -277,6 +283,34 @@ def test_the_least_that_can_be_sent(dialect: Dialect) -> None:
 def test_what_asks_for_another_distribution_is_told_apart(dialect: Dialect, fields: Any, constraints: Any) -> None:
     read = dialect.read({**_body_of(dialect), **fields}).constraints
     assert read == constraints if isinstance(constraints, dict) else set(read) == constraints
+
+
+@pytest.mark.parametrize("fields, sampling", [
+    ((CHAT, {"parallel_tool_calls": True}), {}),
+    ((RESPONSES, given := {"parallel_tool_calls": False, "truncation": "auto"}), given),
+    ((RESPONSES, {"parallel_tool_calls": True, "truncation": "disabled"}), {}),
+    ((MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}), {"disable_parallel_tool_use": True}),
+    ((MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}), {}),
+])  # fmt: skip
+def test_what_has_no_effect_is_recorded(fields: tuple[Dialect, Any], sampling: dict[str, Any]) -> None:
+    """And not refused: clients send it by default."""
+    dialect, changed = fields
+    body = {**_body_of(dialect), **changed}
+    for name in ("temperature", "seed", "top_p", "top_k", "reasoning", "thinking"):
+        body.pop(name, None)
+    request = dialect.read(body)
+    assert request.sampling == sampling and request.constraints == {}
+    if dialect is RESPONSES:
+        answer = said("hi")
+        assert dialect.write(answer, request)["parallel_tool_calls"] == changed["parallel_tool_calls"]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_texts_of_a_message_are_lines_in_every_dialect(role: str) -> None:
+    parts, whole = [_text("a"), _text("b")], [{"role": role, "content": "a\nb"}]
+    for dialect, name in ((CHAT, "messages"), (MESSAGES, "messages"), (RESPONSES, "input")):
+        body = {"model": "policy", name: [{"role": role, "content": parts}]}
+        assert dialect.read(body).messages == whole
 
 
 def _body_of(dialect: Dialect) -> dict[str, Any]:
@@ -325,6 +359,8 @@ BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="
         (CHAT, {"response_format": "json"}, "`response_format` is 'json'; expected an object"),
         (CHAT, {"modalities": ["text", "audio"]}, "`modalities` has 'audio'"),
         (CHAT, {"functions": [{"name": "x"}]}, "send the functions as `tools`"),
+        (CHAT, {"truncate_prompt_tokens": 5}, "nothing is left out here"),
+        (CHAT, {"parallel_tool_calls": "no"}, "`parallel_tool_calls` is 'no'; expected true or false"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "`chat_template_kwargs` of the configuration"),
         (RESPONSES, {"input": None}, "`input` is None; expected text or a list"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),

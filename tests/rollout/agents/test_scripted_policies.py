@@ -18,15 +18,20 @@ TOOL = {"type": "function", "function": {"name": "roll", "description": "", "par
 ROLL = '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
 
 
-def ask(model: Model, messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
-    """The choices that the endpoint answers with."""
+def post(model: Model, path: str, /, **fields: Any) -> dict[str, Any]:
     request = urllib.request.Request(
-        f"{model.base_url}/chat/completions",
-        json.dumps({"model": model.name, "messages": messages, **fields}).encode(),
+        f"{model.base_url}/{path}",
+        json.dumps({"model": model.name, **fields}).encode(),
         {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as response:
-        choices: list[dict[str, Any]] = json.load(response)["choices"]
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def ask(model: Model, messages: list[Any], /, **fields: Any) -> list[dict[str, Any]]:
+    """The choices that the endpoint answers with."""
+    choices: list[dict[str, Any]] = post(model, "chat/completions", messages=messages, **fields)["choices"]
     return choices
 
 
@@ -78,6 +83,38 @@ def test_agents_are_played_in_a_notebook_whose_loop_is_running() -> None:
         return play_agent(agent, lambda messages, rng: "3", [0])[0].reward
 
     assert asyncio.run(cell()) == 3.0
+
+
+def test_an_answer_goes_on_from_the_one_that_it_names() -> None:
+    """With the instructions of its own request alone; one of another episode is none."""
+    ids: list[str] = []
+
+    def solve(model: Model, task: Task) -> float:
+        for text in ("one", "two", "three"):
+            named = {"previous_response_id": ids[-1]} if text != "one" else {}
+            ids.append(post(model, "responses", input=text, instructions=f"on {text}", **named)["id"])
+        for unknown in ("resp_nope", ids[0] if task.seed else "x"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                post(model, "responses", input="?", previous_response_id=unknown)
+        return 0.0
+
+    rows = demonstrate_agent(Agent(solve), lambda messages, rng: messages[-1]["content"].upper(), [0, 1])
+    said = ["on three", "one", "ONE", "two", "TWO", "three", "THREE"]
+    assert [[one["content"] for one in row["messages"]] for row in rows][2] == said
+    assert [row["messages"][0]["content"] for row in rows] == ["on one", "on two", "on three"] * 2
+
+
+def test_what_training_refuses_is_refused_and_a_judge_is_no_demonstration() -> None:
+    def solve(model: Model, task: Task) -> float:
+        for fields, status in (({"model": "gpt-4o"}, "404"), ({"response_format": {"type": "json_object"}}, "400")):
+            with pytest.raises(urllib.error.HTTPError, match=status):
+                ask(model, [user("no")], **fields)
+        ask(model, [user("right?")], model="policy-frozen")
+        return float(ask(model, [user("?")], tool_choice="required")[0]["message"]["content"])
+
+    agent = Agent(solve, not_enforced=["tool_choice"])
+    (row,) = demonstrate_agent(agent, lambda messages, rng: "3", [0])
+    assert [one["content"] for one in row["messages"]] == ["?", "3"]
 
 
 def test_failures_are_told() -> None:

@@ -204,10 +204,13 @@ def refuse(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 
 def settings(body: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Return the settings of sampling, as sent: the numbers that all dialects name alike, and ``more``."""
+    """Return the settings of sampling, as sent: the numbers that all dialects name alike, ``more``, and
+    ``parallel_tool_calls`` if it is false.
+    """
     for name in _SETTINGS:
         get(body, name, float)
-    return {name: body[name] for name in (*_SETTINGS, *more) if body.get(name) is not None}
+    single = {} if get(body, "parallel_tool_calls", bool) in (None, True) else {"parallel_tool_calls": False}
+    return {name: body[name] for name in (*_SETTINGS, *more) if body.get(name) is not None} | single
 
 
 def word_of(value: str, known: Iterable[str], where: str) -> str:
@@ -237,7 +240,7 @@ def text_format(value: Any, where: str) -> dict[str, Any] | None:
 
 
 def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> Content:
-    """Return the content of a message: text, in which parts are joined without anything between them, and null is empty.
+    """Return the content of a message: text, in which each part begins a line, as in vLLM, and null is empty.
 
     Args:
         content: Text, null, or a list of parts.
@@ -246,7 +249,7 @@ def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[s
         images: The types of parts that hold an image. None where there may be none.
 
     Returns:
-        The text; with an image, the parts.
+        The text; with an image, the parts, which the chat template joins.
 
     Raises:
         Refusal: If a part is of another type, or its image cannot be read.
@@ -255,7 +258,12 @@ def content_of(content: Any, where: str, kinds: Sequence[str], images: Mapping[s
         return content or ""
     if not isinstance(content, list):
         raise Refusal(f"`{where}` is {shown(content)}; expected text or a list of parts.")
-    return as_content(part_of(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content))
+    return joined([part_of(part, f"{where}[{index}]", kinds, images) for index, part in enumerate(content)])
+
+
+def joined(parts: list[dict[str, Any]]) -> Content:
+    """Return parts as content: texts alone are the lines of one."""
+    return "\n".join(part["text"] for part in parts) if all("text" in part for part in parts) else as_content(parts)
 
 
 def part_of(part: Any, where: str, kinds: Sequence[str], images: Mapping[str, ImageOf] | None = None) -> dict[str, Any]:

@@ -29,11 +29,13 @@ _REFUSED = {
     "documents": f"{_THE_RUNS}; write documents into a message",
     "continue_final_message": "an answer begins where the model's turn begins",
     "echo": "an answer has no prompt in it",
+    "include_stop_str_in_output": "an answer ends before its stop string; add it in the agent",
+    "truncate_prompt_tokens": "nothing is left out here; do it in the agent",
     "prompt_logprobs": "only an answer has log-probs; leave it out",
 }
 _CONSTRAINTS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "bad_words",
-    "allowed_token_ids", "ignore_eos", "min_tokens",
+    "allowed_token_ids", "ignore_eos", "min_tokens", "stop_token_ids", "best_of", "use_beam_search",
 )  # fmt: skip
 """Settings of vLLM and others that ask for another distribution."""
 
@@ -56,7 +58,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     limits = [base.at_least_one(body, name) for name in ("max_tokens", "max_completion_tokens")]
     choice = base.tool_choice(body)
     form = base.text_format(body.get("response_format"), "response_format")
-    constraints = {name: body[name] for name in _CONSTRAINTS if body.get(name)}
+    constraints = {name: body[name] for name in _CONSTRAINTS if body.get(name) and (name, body[name]) != ("best_of", 1)}
     if choice not in (None, "auto", "none"):
         constraints["tool_choice"] = choice
     if form is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from agile_trainers.envs.images import as_content
 from agile_trainers.rollout.agents.dialects import base
 from agile_trainers.rollout.agents.dialects.base import Dialect, Event, checked, get, required
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
@@ -51,6 +50,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     kind = None if choice is None else required(choice, "type", str, "tool_choice")
     if kind is not None:
         base.word_of(kind, _CHOICES, "tool_choice.type")
+    single = get(choice or {}, "disable_parallel_tool_use", bool, "tool_choice")
     constraints: dict[str, Any] = {"tool_choice": choice} if kind in ("any", "tool") else {}
     output = get(body, "output_config", dict) or {}
     for where, form in (("output_config.format", output.get("format")), ("output_format", body.get("output_format"))):
@@ -66,7 +66,11 @@ def read(body: dict[str, Any]) -> ChatRequest:
         stop=base.texts(body.get("stop_sequences"), "stop_sequences"),
         stream=bool(get(body, "stream", bool)),
         calls_tools=kind != "none",
-        sampling={**base.settings(body, "thinking"), **({} if effort is None else {"effort": effort})},
+        sampling={
+            **base.settings(body, "thinking"),
+            **({} if effort is None else {"effort": effort}),
+            **({"disable_parallel_tool_use": True} if single else {}),
+        },
         constraints=constraints,
     )
 
@@ -101,7 +105,7 @@ def _messages(item: Any, where: str) -> list[Message]:
             messages[-1]["content"].append(base.part_of(block, at, _TEXTS, images))
     for message in messages:
         if message["role"] == role:
-            message["content"] = as_content(message["content"])
+            message["content"] = base.joined(message["content"])
     return messages or [{"role": role, "content": ""}]
 
 

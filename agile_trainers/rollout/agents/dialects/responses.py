@@ -38,6 +38,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     if form is not None:
         constraints["response_format"] = form
     get(body, "reasoning", dict)
+    truncation = get(body, "truncation", str)
     get(body, "top_logprobs", int)
     previous = get(body, "previous_response_id", str)
     messages = [{"role": "system", "content": instructions}] if instructions else []
@@ -49,7 +50,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
         logprobs=_LOGPROBS in (get(body, "include", list) or ()),
         stream=bool(get(body, "stream", bool)),
         calls_tools=choice != "none",
-        sampling=base.settings(body, "reasoning"),
+        sampling=base.settings(body, "reasoning") | ({"truncation": truncation} if truncation == "auto" else {}),
         constraints=constraints,
         instructed=bool(instructions),
         previous=None if previous is None else previous.removeprefix(PREFIX),
@@ -199,7 +200,7 @@ def _response(answer: Answer, request: ChatRequest, status: str, output: list[di
         "metadata": {},
         "model": answer.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.sampling.get("parallel_tool_calls", True),
         "previous_response_id": None if request.previous is None else PREFIX + request.previous,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
