@@ -335,7 +335,7 @@ def test_the_value_loss_divides_by_the_turns_of_its_own_step(embedded_model, tmp
         embedded_model, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=4
     )
     drawn = {name: value for name, value in draw_batch(trainer).items() if name != "turns_in_step"}
-    batches = [{**drawn, "turns:value_weights": torch.ones(2, turns)} for turns in (1, 2, 3, 4)]
+    batches = [{**drawn, "value_weights": torch.ones(2, turns)} for turns in (1, 2, 3, 4)]
     trainer.critic.count_turns(batches[:2])
     assert [int(batch.get("turns_in_step", -1)) for batch in batches] == [6, 6, -1, -1]
 
