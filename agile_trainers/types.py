@@ -243,6 +243,14 @@ class Trajectory:
     """True if an expert gave the answers; ``sampling_logprobs`` are then its own, 0 where they are unknown."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
+    asked_last: int | None = None
+    """The turn that was asked for last, where turns have another order: an agent's calls are ordered by their prompts. None:
+    the last one."""
+
+    @property
+    def last(self) -> int:
+        """The turn that was asked for last; -1 without any."""
+        return len(self.turns) - 1 if self.asked_last is None else self.asked_last
 
     @property
     def num_tokens(self) -> int:
@@ -322,7 +330,7 @@ class Trajectory:
     @property
     def clipped(self) -> bool:
         """True if a limit ended the episode: on turns, context, the environment, or the tokens of the last answer."""
-        return self.stop_reason.truncated or any(turn.finish_reason == "length" for turn in self.turns[-1:])
+        return self.stop_reason.truncated or (bool(self.turns) and self.turns[self.last].finish_reason == "length")
 
     @property
     def success(self) -> bool | None:
@@ -345,8 +353,8 @@ class Trajectory:
     def messages(self) -> list[Message]:
         """The conversation after the prompt: actions as assistant messages, observations between them.
 
-        In an episode of several paths, that of the last turn. If it does not begin with :attr:`prompt`, because it was
-        rewritten, it is there from its first message on. :attr:`asides` has the other turns.
+        In an episode of several paths, that of the turn that was asked for last. If it does not begin with :attr:`prompt`,
+        because it was rewritten, it is there from its first message on. :attr:`asides` has the other turns.
         """
         messages: list[Message] = []
         for k in self._last_path:
@@ -377,10 +385,10 @@ class Trajectory:
 
     @property
     def _last_path(self) -> list[int]:
-        """The turns of the last turn's conversation, in order."""
+        """The turns of the conversation that was asked last, in order."""
         if self.paths is None:
             return list(range(len(self.turns)))
-        parents, k, found = self.parents, len(self.turns) - 1, list[int]()
+        parents, k, found = self.parents, self.last, list[int]()
         while k >= 0:
             found.append(k)
             parent = parents[k]

@@ -3876,6 +3876,42 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k starts_from",
     ),
     Mutation(
+        "bytes of a part of a character are those of its text", "rollout/agents/dialects/base.py",
+        "if token.part is None else token.part)",
+        "if True else token.part)",
+        "tests/rollout/agents/test_episode.py -k part_of_a_character",
+    ),
+    Mutation(
+        "a reward function reads the call whose prompt sorts last", "types.py",
+        "parents, k, found = self.parents, self.last, list[int]()",
+        "parents, k, found = self.parents, len(self.turns) - 1, list[int]()",
+        "tests/rollout/agents/test_episode.py -k asked_last",
+    ),
+    Mutation(
+        "the answer of a client that hung up is the last one", "rollout/agents/episode.py",
+        "heard = [one for one in samples if one.asked.delivered or not one.asked.abandoned] or samples",
+        "heard = samples",
+        "tests/rollout/agents/test_episode.py -k asked_last",
+    ),
+    Mutation(
+        "the last of calls in flight together is that of the last request", "rollout/agents/episode.py",
+        "if one.asked.answered > last)",
+        'if one.info["number"] == last)',
+        "tests/rollout/agents/test_episode.py -k does_not_depend_on_time",
+    ),
+    Mutation(
+        "a stop string of another conversation is in the prompt", "rollout/agents/episode.py",
+        "if one.choice is not None and one.choice.stop is None]",
+        "if one.choice is not None]",
+        "tests/rollout/agents/test_episode.py -k stays_out",
+    ),
+    Mutation(
+        "an agent that goes on after a refusal counts as cut", "rollout/agents/episode.py",
+        "if self._limited.get(code, -1) > last)",
+        "if code in self._limited)",
+        "tests/rollout/agents/test_episode.py -k goes_on_after",
+    ),
+    Mutation(
         "every call of a conversation is a demonstration", "evaluation/scripted_policies.py",
         "if not any(_goes_on(later, call) for later in calls[place + 1 :]):",
         "if True:",
@@ -4044,8 +4080,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an echo keeps the ids of another conversation's answer", "rollout/agents/episode.py",
-        'chosen = min(same or found,',
-        'chosen = min(found,',
+        'chosen = min(same or whole,',
+        'chosen = min(whole,',
         "tests/rollout/agents/test_episode.py -k own_ids",
     ),
     Mutation(
@@ -4089,6 +4125,24 @@ MUTATIONS = [
         'for marked in (*map(after, openings), alone):',
         'for marked in ():',
         "tests/rollout/test_spliced_templates.py -k glm4moe",
+    ),
+    Mutation(
+        "a conversation is rendered once for each answer", "rollout/chat/renderer.py",
+        "if not rewrites and role not in openings:",
+        "if False:",
+        "tests/rollout/test_spliced_templates.py -k long_conversation",
+    ),
+    Mutation(
+        "roles are checked anew at each length of a conversation", "rollout/chat/renderer.py",
+        "if shapes[-3:] != [shape] * 3:",
+        "if True:",
+        "tests/rollout/test_spliced_templates.py -k long_conversation",
+    ),
+    Mutation(
+        "an answer's place is read where the template opens several", "rollout/chat/renderer.py",
+        "begin = whole.index(opening, start) + len(opening)",
+        "begin = whole.index(opening, start)",
+        "tests/rollout/test_spliced_templates.py -k qwen3",
     ),
     Mutation(
         "a tool's result is left out where a template writes it after fields alone", "rollout/chat/renderer.py",

@@ -121,7 +121,7 @@ def metric_columns(results: EpisodeResults, reference: str = REFERENCE) -> dict[
 def _answer(trajectory: Trajectory, reference: str) -> tuple[str, Any]:
     infos = [trajectory.options or {}, trajectory.reset_info, *(turn.info for turn in trajectory.turns[-1:])]
     right = next((info[reference] for info in infos if reference in info), None)
-    return final_answer(trajectory.turns[-1].text) if trajectory.turns else "", right
+    return final_answer(trajectory.turns[trajectory.last].text) if trajectory.turns else "", right
 
 
 def _check_column(name: str, columns: dict[str, list[Any]], metric: str, reference: str) -> None:

@@ -297,8 +297,8 @@ def not_scored() -> Trajectory:
 def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Make the arguments of TRL's ``_calculate_rewards``.
 
-    Prompt and completion together are the conversation of the last turn up to its answer, as reward models read it. What the
-    environment says to the last answer is left out: it may judge the answer, and no model reads it.
+    Prompt and completion together are the conversation of the turn that was asked for last up to its answer, as reward
+    models read it. What the environment says to the last answer is left out: it may judge the answer, and no model reads it.
     """
     prompts = [it.prompt if it.rewritten is None else it.rewritten for it in trajectories]
     return {

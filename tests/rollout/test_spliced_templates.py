@@ -33,7 +33,7 @@ def _unchanged(name: str) -> int:
             end = chat._tokenizer.encode(sampled.end, add_special_tokens=False) if sampled.end else []
             for ids in ([*answer, *end], answer):  # ended, and cut off
                 messages, path, answers = list(prompt), list(begun), dict[int, list[int]]()
-                for reply in ("higher", "lower\nlook"):
+                for reply in ("higher", "lower\nlook", "look", "lower"):
                     answers[len(messages)] = ids
                     said = [{"role": "assistant", "content": chat.decode(ids)}, {"role": "user", "content": reply}]
                     before = list(messages)
@@ -51,6 +51,26 @@ def _unchanged(name: str) -> int:
 @pytest.mark.parametrize("name", QUICK)
 def test_an_unchanged_conversation_keeps_its_ids(name: str) -> None:
     assert _unchanged(name) >= 4
+
+
+def test_a_long_conversation_is_rendered_as_often_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All episodes wait for the thread that renders."""
+    chat, rendered = _renderer("qwen3_instruct_2507"), list[int]()
+    apply = chat._tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        chat._tokenizer, "apply_chat_template", lambda *args, **kwargs: rendered.append(1) or apply(*args, **kwargs)
+    )
+    answer, counts = chat._tokenizer.encode("higher", add_special_tokens=False), list[int]()
+    for exchanges in (4, 5, 40):
+        said: list[Message] = [{"role": role, "content": "higher"} for role in ("assistant", "user") * exchanges]
+        messages = [*SYSTEM, *said]
+,
+        ]
+        rendered.clear()
+        ids = chat.spliced(messages, dict.fromkeys(range(2, len(messages), 2), answer))
+        counts.append(len(rendered))
+        assert ids == chat.first(messages, sampled=True)
+    assert counts[0] > counts[1] == counts[2] < 8  # the first checks the roles
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -182,7 +183,7 @@ class _Sample:
     @cached_property
     def key(self) -> list[int]:
         """The prompt's ids, with the keys of images."""
-        return keyed(self.prompt_ids, self.pictures)
+        return keyed(self.prompt_ids, self.pictures) if self.pictures else self.prompt_ids
 
     @cached_property
     def prompt(self) -> bytes:
@@ -214,6 +215,8 @@ class _Asked:
     waiting: list[Ticket]
     samples: list[_Sample] = field(default_factory=list)
     answer: Answer | None = None
+    answered: float = math.inf
+    """Samples that were asked for before its answer was there."""
     delivered: bool = False
     abandoned: bool = False
 
@@ -251,6 +254,8 @@ class AgentEpisode:
         self._rewards: list[tuple[_Sample, int]] = []
         """Answers that were rewarded, and the number of answers asked for before that."""
         self._refused: Counter[str] = Counter()
+        self._limited: dict[str, int] = {}
+        """Limits that refused a request, and the number of answers asked for before the last time."""
         self._error: str | None = None
         self._end_reward: float | None = None
         self._result_info: dict[str, Any] = {}
@@ -264,6 +269,7 @@ class AgentEpisode:
         except Refusal as refusal:
             if ticket.request.model == POLICY:
                 self._refused[refusal.code] += 1
+                self._limited[refusal.code] = len(self._samples)
             refuse_request(ticket, refusal)
         except Exception as error:  # one of ours: it costs this episode, not the others
             logger.exception("A request of an agent failed in its episode.")
@@ -289,6 +295,7 @@ class AgentEpisode:
                 prompt_tokens=len(sample.prompt_ids),
                 completion_tokens=sum(len(one.ids) for one in asked.samples),
             )
+            asked.answered = len(self._samples)
             for ticket in asked.waiting:
                 _send(ticket, asked.answer)
 
@@ -346,12 +353,14 @@ class AgentEpisode:
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Take what the agent returned, or its exception, and refuse the requests that are still open."""
-        limit = next((reason for code, reason in _LIMITS.items() if self._refused[code]), None)
         try:
             if error is not None:
                 raise error
             reward, self._result_info = validate_result(value)
             samples = self._trained()
+            last = max((one.info["number"] for one in samples), default=-1)
+            # An agent whose policy answered after that has found a way around it.
+            limit = next((reason for code, reason in _LIMITS.items() if self._limited.get(code, -1) > last), None)
             if not samples:
                 raise EnvironmentProtocolError(
                     "the agent asked for no answer of the policy. Let its client use model.base_url, model.api_key and "
@@ -430,6 +439,10 @@ class AgentEpisode:
             )
             for sample in samples
         ]
+        if "call" in self._result_info:
+            logger.warning_once(
+                "An agent's info has 'call', which is the record of its last call. Give it another name."
+            )
         calls[-1].info = {**self._result_info, **calls[-1].info}
         for place, (before, sample) in enumerate(pairwise(samples)):
             if sample.after is before:
@@ -442,7 +455,14 @@ class AgentEpisode:
             return conversation(calls, self.stop_reason, **fields)
         for call in calls:
             call.rewarded = 0  # which reward came before which of several calls at once may depend on their answers
-        return forest(calls, self.stop_reason, linear=False, **fields)
+        last = samples.index(self._asked_last(samples))
+        return forest(calls, self.stop_reason, linear=False, asked_last=last, **fields)
+
+    def _asked_last(self, samples: list[_Sample]) -> _Sample:
+        """Return the answer that was asked for last; of those in flight together the last in the order of turns."""
+        heard = [one for one in samples if one.asked.delivered or not one.asked.abandoned] or samples
+        last = max(one.info["number"] for one in heard)
+        return max((one for one in heard if one.asked.answered > last), key=lambda one: one.order)
 
     def _leave_rewards_out(self, samples: list[_Sample], calls: list[Call]) -> None:
         """Let an answer's return begin with the first reward that was given after it was asked for."""
@@ -575,7 +595,11 @@ class AgentEpisode:
             same = [
                 one for one in found if one.asked.context == asked.context[:place] and one.asked.tools == asked.tools
             ]
-            chosen = min(same or found, key=lambda one: (one.order, one.ids))
+            # Elsewhere a stop string, which was sampled and is not sent, would be in the prompt.
+            whole = [one for one in found if one.choice is not None and one.choice.stop is None]
+            if not (same or whole):
+                continue
+            chosen = min(same or whole, key=lambda one: (one.order, one.ids))
             shown[place], answers[place] = {"role": "assistant", "content": chosen.text}, chosen.ids
             exact = (place, chosen) if same else None
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -613,8 +637,13 @@ class AgentEpisode:
             return Fork.AGAIN
         if sample.after is not None:
             return Fork.BRANCH if any(one.after is sample.after for one in earlier) else None
-        nearest = max(earlier, key=lambda one: common_prefix([*one.key, *one.ids], sample.key))
-        place = common_prefix([*nearest.key, *nearest.ids], sample.key)
+
+        def shared(one: _Sample) -> int:
+            length = common_prefix(one.key, sample.key)
+            return length + common_prefix(one.ids, sample.key[length:]) * (length == len(one.key))
+
+        nearest = max(earlier, key=shared)
+        place = shared(nearest)
         whole = [*nearest.prompt_ids, *nearest.ids]
         was, now = (self.chat.decode(ids[place : place + _SHOWN]) for ids in (whole, sample.prompt_ids))
         sample.info["parts"] = {"token": place, "was": was[:_SHOWN], "now": now[:_SHOWN]}
@@ -674,10 +703,14 @@ class AgentEpisode:
             text,
             calls,
             "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop",
-            tuple(SampledToken(self.chat.decode([token]), logprob) for token, logprob in tokens),
+            tuple(self._token(token, logprob) for token, logprob in tokens),
             stop,
         )
         self._by_answer[_key(as_message(sample.choice))].append(sample)
+
+    def _token(self, token: int, logprob: float) -> SampledToken:
+        text = self.chat.decode([token])
+        return SampledToken(text, logprob, self.chat.pieces.get(token) if "\N{REPLACEMENT CHARACTER}" in text else None)
 
     def _id(self, asked: _Asked) -> str:
         """Make an answer's id, which repeats with the run."""

@@ -133,6 +133,8 @@ class SampledToken:
 
     text: str
     logprob: float
+    part: bytes | None = None
+    """Its bytes, where these are a part of a character alone, which is no text."""
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,13 @@ class ChatRenderer:
         """Characters of the longest token. Only a rewritten context asks for it."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @cached_property
+    def pieces(self) -> dict[int, bytes]:
+        """The bytes of each token."""
+        from agile_trainers.records.writer import pieces  # late: only log-probs of parts of characters need them
+
+        return {token: piece for token, piece, _ in pieces(self._tokenizer)}
+
     def first(self, observation: str | list[Message], *, sampled: bool = False) -> list[int]:
         """Render the start of a conversation.
 
@@ -183,7 +190,7 @@ class ChatRenderer:
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
             return self._bos() + self._plain_ids(messages, of_answers=self._foreign if sampled else ())
-        own = self._own_specials(self.chat_template, messages)
+        own = self._own_specials(self.chat_template, messages, sampled=sampled)
         hidden = self._escaper.hide(messages, self._foreign if sampled else ())
         # Messages of the assistant may contain special tokens, of thinking for example.
         examples = any(message["role"] == "assistant" for message in messages)
@@ -340,7 +347,7 @@ class ChatRenderer:
             whole = _PARTING.join(one["content"] for one in alone) + _PARTING
             # Nothing parts a prompt from its answer.
             return re.split(f"{mark}[0-9]+n", re.sub(f"{_PARTING}({mark}[0-9]+n)", r"\1", whole, count=1))
-        self._own_specials(self.chat_template, messages)
+        self._own_specials(self.chat_template, messages, sampled=True)
         rewrites = self.rewrite is not None or tuple(message["role"] for message in messages) in self._rewriting
 
         def after(opening: str) -> list[Message]:
@@ -350,24 +357,39 @@ class ChatRenderer:
         # Templates read an answer's content, for its thinking, which a generation prompt may open; a few reject their own.
         openings = dict.fromkeys(("", opening_of(self._render(_as_messages("prompt")))))
         for marked in (*map(after, openings), alone):
-            pieces = self._pieces(marked, answers, mark)
+            pieces = self._pieces(marked, answers, mark, rewrites=rewrites)
             if pieces is not None and (not rewrites or self._writes(messages, answers, pieces)):
                 return pieces if self._writes_results(marked) else None
         pieces = re.split(f"{mark}[0-9]+n", self._render(alone))
         return pieces if not rewrites and len(pieces) == len(answers) + 1 and self._writes_results(alone) else None
 
-    def _pieces(self, marked: list[Message], answers: Mapping[int, Sequence[int]], mark: str) -> list[str] | None:
+    def _pieces(
+        self, marked: list[Message], answers: Mapping[int, Sequence[int]], mark: str, *, rewrites: bool
+    ) -> list[str] | None:
         """Return the texts around answers that end with a mark, None if one does not begin where it was sampled."""
-        pieces, start = list[str](), 0
+        pieces, start, openings = list[str](), 0, dict[str, str]()
         try:
             whole = self._render(marked)
             for place in sorted(answers):
-                before = self._render(marked[:place])
-                _, found, after = whole[len(before) :].partition(f"{mark}{place}n")
-                if not found or not whole.startswith(before) or len(before) < start:
+                role, said = marked[place - 1]["role"], f"{mark}{place}n"
+                opening = openings.get(role, "")
+                # Rendering the conversation up to each answer takes quadratic time.
+                if place < max(answers) and opening and whole.count(opening, start, whole.find(said, start)) == 1:
+                    begin = whole.index(opening, start) + len(opening)
+                else:
+                    before = self._render(marked[:place])
+                    begin = len(before)
+                    if not whole.startswith(before) or begin < start:
+                        return None
+                    if not rewrites and role not in openings:
+                        opening = before.removeprefix(self._render(marked[:place], False))
+                        # No message has this token.
+                        openings[role] = opening if self._foreign & self._escaper.count(opening).keys() else ""
+                end = whole.find(said, begin)
+                if end < 0:
                     return None
-                pieces.append(before[start:])
-                start = len(whole) - len(after)
+                pieces.append(whole[start:begin])
+                start = end + len(said)
         except ValueError:
             return None
         return [*pieces, whole[start:]]
@@ -550,8 +572,17 @@ class ChatRenderer:
             for token in self._escaper.count(sampled.text)
         }
 
-    def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
-        """Count the template's own special tokens around a prompt, and check its roles for rewriting, once per roles."""
+    def _own_specials(self, template: str, messages: list[Message], *, sampled: bool = False) -> Counter[int]:
+        """Count the template's own special tokens around a prompt, and check its roles for rewriting, once per roles.
+
+        Of a conversation with ``sampled`` answers it checks fewer exchanges, and its count is of these.
+        """
+        if sampled and any(message["role"] == "assistant" for message in messages):
+            short = _fewer(messages)
+            own = self._own_specials(template, short)
+            if tuple(message["role"] for message in short) in self._rewriting:
+                self._rewriting.add(tuple(message["role"] for message in messages))
+            return own
         roles, kinds = tuple(message["role"] for message in messages), _kinds(messages)
         if kinds not in self._prompts:
             # A prompt of one user message was checked when the template was chosen.
@@ -676,6 +707,22 @@ def _kinds(messages: list[Message]) -> tuple[str, ...]:
         else " ".join([one["role"], *(p["type"] for p in one["content"])])
         for one in messages
     )
+
+
+def _fewer(messages: list[Message]) -> list[Message]:
+    """Leave out what repeats the three exchanges before it: an answer and messages of the same kinds."""
+    exchanges, shapes = list[list[Message]](), list[Any]()
+    for message in messages:
+        if message["role"] == "assistant" or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(message)
+    kept = list[Message]()
+    for exchange in exchanges:
+        shape = _kinds(exchange), bool(exchange[0].get("tool_calls"))
+        if shapes[-3:] != [shape] * 3:
+            shapes.append(shape)
+            kept += exchange
+    return kept
 
 
 def _saying(message: Message, text: str) -> Message:

@@ -11,10 +11,12 @@ from trl import chat_template_utils
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Endpoint
+from agile_trainers.rollout.agents.dialects.base import logprobs
 from agile_trainers.rollout.agents.requests import Marks, Refusal
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.spec import Limits
+from agile_trainers.step.reward import reward_inputs
 from agile_trainers.types import StopReason
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -285,6 +287,15 @@ def test_a_stop_string_cuts_the_text_and_the_trained_ids(make_client, tokenizer)
     assert client.requests[1].token_ids[len(client.requests[0].token_ids) :][: len(trained)] == trained
 
 
+def test_a_stop_string_stays_out_of_other_conversations_in_any_order(make_client):
+    asked = [*HELLO, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "is 4 even?"}]
+    one, two = (make_client("Yes\nbecause it is") for _ in range(2))
+    one.ask(asked)
+    two.ask([{"role": "user", "content": "is 8 even?"}], stop=("\n",))
+    two.ask(asked)
+    assert two.requests[1].token_ids == one.requests[0].token_ids
+
+
 def test_tools_that_the_template_does_not_write_are_refused(make_client):
     client = make_client()
     client.episode.chat = ChatRenderer(
@@ -324,6 +335,22 @@ def test_a_prompt_that_leaves_no_room_is_refused(make_client):
     assert client.requests[0].max_new_tokens == 15 - len(client.requests[0].token_ids)
     assert refusal(client.send(HELLO * 9)).code == "context_length_exceeded"
     assert end(client).stop_reason is StopReason.CONTEXT_FULL
+
+
+def test_an_agent_that_goes_on_after_a_refusal_was_not_cut(make_client):
+    def played(*more):
+        client = make_client(limits=Limits(max_turns=9, max_new_tokens=8, max_model_length=30))
+        client.ask(HELLO)
+        assert refusal(client.send(HELLO * 20)).code == "context_length_exceeded"
+        for messages in more:
+            client.send(messages)
+        client.answer()
+        return end(client)
+
+    assert played().stop_reason is StopReason.CONTEXT_FULL
+    compacted = played(HELLO)
+    assert compacted.stop_reason is StopReason.TERMINATED and compacted.end_reward is None and not compacted.clipped
+    assert played(HELLO, HELLO * 20).stop_reason is StopReason.CONTEXT_FULL
 
 
 def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch):
@@ -426,6 +453,18 @@ def test_success_and_info_are_those_of_the_episode(make_client):
     client.ask(HELLO)
     trajectory = end(client, {"reward": 2, "success": False, "info": {"steps": 3}})
     assert trajectory.success is False and trajectory.episode_return == 2.0 and trajectory.turns[-1].info["steps"] == 3
+
+
+def test_an_info_with_our_name_is_told(make_client, caplog):
+    client = make_client()
+    client.ask(HELLO)
+    assert end(client, {"reward": 1.0, "info": {"call": 7}}).turns[-1].info["call"]["number"] == 0
+    assert "info has 'call'" in caplog.text
+
+
+def test_the_bytes_of_tokens_that_are_a_part_of_a_character(make_client):
+    choice = make_client("é😀").ask(HELLO, logprobs=True).choices[0]
+    assert bytes(byte for token in logprobs(choice) for byte in token["bytes"]).decode() == choice.text == "é😀"
 
 
 def test_requests_that_are_open_at_the_end_are_refused(make_client):
@@ -545,6 +584,26 @@ def test_turns_are_in_an_order_that_does_not_depend_on_time(make_client, tokeniz
     plays = [play(order) for order in itertools.permutations(range(3))]
     assert all(one.paths == plays[0].paths and one.completion_ids == plays[0].completion_ids for one in plays)
     assert all([turn.reward for turn in one.turns] == [0.0] * 5 + [1.0] for one in plays)
+    assert all(one.messages == plays[0].messages for one in plays)  # those of calls in flight together
+
+
+@pytest.mark.parametrize("row", ["A question", "solve this"])
+def test_the_conversation_of_an_episode_is_the_one_that_was_asked_last(make_client, row):
+    client = make_client("draft", "critique", "final")
+    for text in (row, "Critique of a draft", f"{row} Now the final answer."):
+        client.ask([{"role": "user", "content": text}])
+    client.episode.abandoned(client.send([{"role": "user", "content": "zzz, too late"}]))
+    client.answer()
+    trajectory = end(client)
+    assert trajectory.turns[trajectory.last].text == "final"
+    assert trajectory.messages[-1]["content"] == "final" and len(trajectory.asides) == 3
+    for number, turn in enumerate(trajectory.turns):
+        turn.finish_reason = "length"
+        assert trajectory.clipped is (number == trajectory.last)
+        turn.finish_reason = "stop"
+    inputs = reward_inputs([{}], [trajectory])
+    assert inputs["prompts"][0][0]["content"].endswith("final answer.")
+    assert [message["content"] for message in inputs["completions"][0]] == ["final"]
 
 
 # ------------------------------------------------------------------------------------------------------------- isolation

@@ -336,7 +336,7 @@ def logprobs(choice: Choice) -> list[dict[str, Any]]:
         {
             "token": token.text,
             "logprob": token.logprob,
-            "bytes": list(token.text.encode("utf-8", "replace")),
+            "bytes": list(token.text.encode("utf-8", "replace") if token.part is None else token.part),
             "top_logprobs": [],
         }
         for token in choice.tokens
