@@ -424,9 +424,9 @@ def test_a_task_that_is_solved_in_training_alone_is_told_so() -> None:
     for success, failed, said in ((0.1, 0.0, 2), (0.9, 0.0, 1), (0.1, 3.0, 1)):
         diagnosis, found = Diagnosis(Options()), list[Any]()
         for step in range(40):
-            if step in (1, 20):  # the first is from before the task was learned
+            if step in (6, 25):  # the first is from before the task was learned
                 diagnosis.evaluated("eval", {"eval_success": success, "eval_episodes": 64.0, "eval_failed": failed})
-            found += diagnosis.look(step, {**HEALTHY, "success": 0.4 if step < 3 else 0.99})
+            found += diagnosis.look(step, {**HEALTHY, "success": 0.4 if step < 8 else 0.99})
         assert [one.name for one in found] == ["solved"] * said and "alone" not in found[0].evidence
         assert ("but eval_success is 10% of 64 episodes" in found[-1].evidence) == (said == 2)
 

@@ -64,8 +64,6 @@ def test_a_long_conversation_is_rendered_as_often_as_a_short_one(monkeypatch: py
     for exchanges in (4, 5, 40):
         said: list[Message] = [{"role": role, "content": "higher"} for role in ("assistant", "user") * exchanges]
         messages = [*SYSTEM, *said]
-,
-        ]
         rendered.clear()
         ids = chat.spliced(messages, dict.fromkeys(range(2, len(messages), 2), answer))
         counts.append(len(rendered))
