@@ -445,9 +445,11 @@ def _cut_answers(history: MetricHistory, options: Any) -> Evidence | None:
     cut, everyone, spread = (history.mean(f"return/{name}") for name in ("answers_cut", "mean", "std"))
     worse = None not in (cut, everyone, spread) and cut < everyone - 0.1 * spread  # type: ignore[operator]
     # A limit of a few tokens may be the design of a task; there, only the returns tell whether it hurts.
-    if not (worse or spread == 0.0 or (share >= MOST and options.max_new_tokens >= 16)):
+    masked = share >= MOST and options.mask_truncated_completions
+    if not (worse or spread == 0.0 or masked or (share >= MOST and options.max_new_tokens >= 16)):
         return None
     paid = f" and the episodes with one returned {cut:.3g} (mean of all: {everyone:.3g})" if worse else ""
+    paid += ", and mask_truncated_completions=True leaves out episodes whose last one was" if masked else ""
     return Evidence(f"{share:.0%} of the answers were cut at max_new_tokens={options.max_new_tokens}{paid}.", share)
 
 

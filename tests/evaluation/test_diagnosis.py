@@ -150,6 +150,9 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "everything is cut and masked": (
         ["episodes_cut"], always({"stop/max_turns": 1.0}), Options(mask_truncated_completions=True),
     ),
+    "every answer is cut, by design, and masked": (
+        ["cut_answers"], always({"answers_cut": 1.0}), Options(mask_truncated_completions=True, max_new_tokens=4),
+    ),
     "everything is cut by the environment and masked": (
         ["episodes_cut"], always({"stop/truncated": 0.9, "stop/max_turns": 0.1}), Options(mask_truncated_completions=True),
     ),
