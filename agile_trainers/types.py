@@ -7,7 +7,7 @@ token after the prompt. Nothing is shifted by one anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -329,8 +329,15 @@ class Trajectory:
 
     @property
     def clipped(self) -> bool:
-        """True if a limit ended the episode: on turns, context, the environment, or the tokens of the last answer."""
-        return self.stop_reason.truncated or (bool(self.turns) and self.turns[self.last].finish_reason == "length")
+        """True if a limit ended the episode: on turns, context, the environment, or the tokens of the last answer.
+
+        A limit that an agent's own request set is none.
+        """
+        if self.stop_reason.truncated or not self.turns:
+            return self.stop_reason.truncated
+        turn = self.turns[self.last]
+        call = turn.info.get("call")
+        return turn.finish_reason == "length" and not (isinstance(call, Mapping) and "max_tokens" in call)
 
     @property
     def success(self) -> bool | None:

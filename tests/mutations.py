@@ -324,6 +324,11 @@ MUTATIONS = [
         'opcode.name in ("MEMOIZE", "FRAME")', 'opcode.name == "MEMOIZE"', "tests/rollout/test_processes.py",
     ),
     Mutation(
+        "an agent's own limit cuts an episode", "types.py",
+        'isinstance(call, Mapping) and "max_tokens" in call', "False",
+        "tests/rollout/agents/test_episode.py -k agent_wants",
+    ),
+    Mutation(
         "an answer that ran out of tokens is not cut", "rollout/collate.py",
         "trajectory.clipped for", "trajectory.stop_reason.truncated for", "tests/rollout/test_collate.py -k ran_out",
     ),
@@ -707,7 +712,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rate limit uses the tries of a judge up", "judges/asking.py",
-        "patient = _failure(state).too_often and", "patient = False and", f"{JUDGES} -k rate_limit",
+        "if _failure(state).too_often:", "if False:", f"{JUDGES} -k rate_limit",
     ),
     Mutation(
         "a judge is asked before it wants to be", "judges/asking.py",

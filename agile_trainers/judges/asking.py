@@ -103,7 +103,16 @@ UNFIT = "The answer does not fit its schema: "
 
 
 class Unanswered(Exception):
-    """A judge did not answer. The message says why."""
+    """A judge did not answer. The message says why.
+
+    Args:
+        reason: Why.
+        tokens: What was paid for nevertheless, of the question and of the answer.
+    """
+
+    def __init__(self, reason: str, tokens: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(reason)
+        self.tokens = tokens
 
 
 class UnansweredForNow(Unanswered):
@@ -225,7 +234,7 @@ class JudgeEndpoint:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UnansweredForNow(f"The response is no chat completion: {mask(text)[0][:_LONGEST_ERROR]}") from None
         if not isinstance(content, str):  # thoughts alone, or a refusal
-            raise Unanswered(f"The answer has no text (finish_reason: {ended!r:.40}).")
+            raise Unanswered(f"The answer has no text (finish_reason: {ended!r:.40}).", tokens)
         return content, tokens
 
     async def close(self) -> None:
@@ -389,7 +398,7 @@ class Asker:
                 try:
                     answer, tokens = await self._repeatedly(question)
                 except Unanswered as error:
-                    return Reply(failed=str(error), seconds=time.perf_counter() - started)
+                    return Reply(None, str(error), error.tokens, time.perf_counter() - started)
                 if read_judgement(answer, question) is None:  # of a server that may be mended before another run asks
                     return Reply(None, f"{UNFIT}{answer!r:.300}", tokens, time.perf_counter() - started)
                 # Another process may have been first: what counts is what a resumed run finds.
@@ -405,9 +414,15 @@ class Asker:
             except TimeoutError:
                 raise UnansweredForNow(f"No answer within {self._timeout:g} s.") from None
 
+        spent = 0
+
         def ends(state: RetryCallState) -> bool:
-            patient = _failure(state).too_often and (state.seconds_since_start or 0.0) < PATIENCE
-            return state.attempt_number >= self._attempts and not patient
+            nonlocal spent
+            if _failure(state).too_often:  # no try of a question that it would have answered
+                logger.warning_once("A judge is asked too often and says so (429): its rate limit is waited for.")
+                return state.attempt_number >= self._attempts and (state.seconds_since_start or 0.0) >= PATIENCE
+            spent += 1
+            return spent >= self._attempts
 
         def wait(state: RetryCallState) -> float:
             return _failure(state).after + WAITS(state)  # what is told to many at once is not obeyed at once by all

@@ -90,7 +90,7 @@ def transcript(episode: Trajectory) -> list[dict[str, Any]]:
 def _lines(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [
         {"role": message["role"], "content": text_of(message)}
-        | ({"tool_calls": [one["function"] for one in calls]} if (calls := message.get("tool_calls")) else {})
+        | ({"tool_calls": [one.get("function", one) for one in calls]} if (calls := message.get("tool_calls")) else {})
         for message in messages
     ]
 

@@ -79,6 +79,15 @@ def test_a_question_in_another_column_needs_no_template() -> None:
     assert environment.reset(options={"prompt": "2 + 2?", "solution": "4"})[0] == "2 + 2?"
 
 
+def test_messages_of_parts_and_of_calls_stay_messages() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}]
+    environment = ReasoningEnvironment(question="prompt", answer="solution")
+    assert environment.reset(options={"prompt": parts, "solution": "4"})[0] == parts
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = environment.reset(options={"prompt": [*CONVERSATION[:2], called, CONVERSATION[3]], "solution": "4"})[0]
+    assert messages[2] == {**called, "content": ""}
+
+
 def test_a_question_of_messages_is_shown_as_messages() -> None:
     """A system message stays the first one, examples come after it, and the reward function gets the last user's text."""
     asked: list[str] = []

@@ -255,6 +255,8 @@ def test_the_example_of_each_format_is_read_as_a_call() -> None:
         ('<|python_tag|>{"name": "add"}', [ToolCall("add")]),
         ('{"name": "Alice", "age": 3}', []),
         ('{"name": "Alice"}\n{"name": "Bob"}', []),
+        ('{"function": "x", "name": "Bob"}', []),
+        ('{"type": "function", "name": "add"}', [ToolCall("add")]),
         ('{"name": "add"} and so on', []),
         ('{"type": "function", "name": "add", "parameters": {}}', [ToolCall("add")]),
         ('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', [ToolCall("a"), ToolCall("b")]),

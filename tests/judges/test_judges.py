@@ -145,6 +145,8 @@ def test_tool_calls_of_messages_are_shown() -> None:
     played.turns[1].messages[1]["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
     shown = transcript(played)[2]
     assert shown["content"] == "Let me" and shown["tool_calls"] == [function]
+    played.turns[1].messages[1]["tool_calls"] = [function]  # as some environments write them
+    assert transcript(played)[2]["tool_calls"] == [function]
     ask_of_episode(played, "r", "episode", UNIT)
 
 
@@ -266,7 +268,8 @@ def test_no_reward_is_invented(made) -> None:
     bad = sum(any(fault in BAD_ANSWERS for fault in faults) for faults in final.values())
     assert metrics["failed"] == len(lost) / 150 and metrics["bad"] == bad / 150 and bad > 2
     assert metrics["addressed"] == 100 / 150
-    assert max(map(fake._tries.__getitem__, fake._tries)) == 4
+    # Four tries, and those on top that a rate limit refused.
+    assert 4 <= max(map(fake._tries.__getitem__, fake._tries)) <= 7
 
 
 def test_one_that_does_not_answer_is_given_up(made) -> None:
@@ -297,6 +300,8 @@ def test_a_rate_limit_is_waited_for(made, monkeypatch: pytest.MonkeyPatch) -> No
         started = time.perf_counter()
         assert asked(judge, episode("go"))[0] == [score_of(["go"])] and len(fake.requests) == 5
         assert time.perf_counter() - started >= 0.3
+        fake.fault = lambda body, before: {0: "status 429 0.01", 1: "status 429 0.01", 2: "status 503"}.get(before)
+        assert asked(judge, episode("once more"))[0] == [score_of(["once more"])], "429 is no try of a judge"
         monkeypatch.setattr(asking, "PATIENCE", 0.1)
         fake.fault = lambda body, before: "status 429 0.05"
         assert asked(judge, episode("on"))[0] == [None]
@@ -519,7 +524,7 @@ def test_a_mended_server_is_asked_again_in_another_run(made, tmp_path: Path, bad
         fake.answer = truth
         assert score("one") is None and len(fake.requests) == 1
         assert metrics[0]["bad"] == metrics[1]["bad"] == (bad is not None) and metrics[0]["failed"] == 1
-        assert metrics[0]["tokens_asked"] == (100 if bad else 0)
+        assert metrics[0]["tokens_asked"] == 100
         assert score("two") == score("three") == score_of(["a"]) and len(fake.requests) == 2
 
 

@@ -308,7 +308,9 @@ def _filled(messages: Sequence[Message], row: Row) -> list[Message]:
             filled.append({**message, "content": text.format_map(row)})
         elif text == f"{{{column}}}":
             # A data set gives every message the keys of all.
-            filled += [{key: value for key, value in one.items() if value is not None} for one in row[column]]
+            filled += [
+                {"content": ""} | {key: value for key, value in one.items() if value is not None} for one in row[column]
+            ]
         else:
             raise ValueError(
                 f"The column {column!r} holds messages, which cannot stand inside the template's text {text!r}. Make "
@@ -322,4 +324,5 @@ def _said(completion: str) -> Message:
 
 
 def _as_observation(messages: list[Message]) -> Observation:
-    return messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
+    alone = [message["role"] for message in messages] == ["user"] and isinstance(messages[0]["content"], str)
+    return messages[0]["content"] if alone else messages

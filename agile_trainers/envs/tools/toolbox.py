@@ -106,11 +106,16 @@ def _llama_calls(answer: str, *, tagged: bool) -> list[ToolCall | MalformedCall]
             value, position = decoder.raw_decode(answer, position)
         except (ValueError, RecursionError) as error:
             return [*calls, MalformedCall(_json_error(error))]
-        if not (calls or tagged or value.keys() & {"arguments", "parameters"}):
+        if not (calls or tagged or value.keys() & {"arguments", "parameters"} or _is_nested(value)):
             return []
         calls.append(_checked(value))
         position = _BETWEEN.match(answer, position).end()  # type: ignore[union-attr]
     return calls
+
+
+def _is_nested(value: dict[str, Any]) -> bool:
+    """Return whether a call has OpenAI's form, which the model is told of rather than taken by its word."""
+    return value.get("type") == "function" or isinstance(value.get("function"), dict)
 
 
 def _call(body: str) -> ToolCall | MalformedCall:

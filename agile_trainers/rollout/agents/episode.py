@@ -670,11 +670,14 @@ class AgentEpisode:
         sample = self._samples[number]
         asked = sample.asked
         limit = min(self.limits.max_new_tokens, self.limits.max_model_length - len(sample.prompt_ids))
+        own = asked.request.max_tokens or limit
+        if own < limit:
+            sample.info["max_tokens"] = own  # an answer that it cuts is as long as the agent wants it
         noise = cache(partial(noise_of, self.spec.stream, sample.prompt, sample.occurrence, trained=asked.trained))
         return GenerationRequest(
             episode=self.index,
             token_ids=list(sample.prompt_ids),
-            max_new_tokens=min(limit, asked.request.max_tokens or limit),
+            max_new_tokens=min(limit, own),
             uniforms=lambda n: noise().random(n).tolist(),
             call=number,
             extends=False,

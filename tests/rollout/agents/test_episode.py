@@ -369,6 +369,16 @@ def test_max_tokens_only_lowers_the_limit(make_client):
     assert [request.max_new_tokens for request in client.requests] == [64, 64, 3]
 
 
+@pytest.mark.parametrize(("max_tokens", "cut"), [(None, True), (1000, True), (1, False)])
+def test_an_answer_as_long_as_the_agent_wants_it_is_not_cut(make_client, max_tokens, cut):
+    """The limit of a request is not the run's: a yes or no at the end leaves the episode trained."""
+    client = make_client(limits=Limits(max_turns=2, max_new_tokens=2, max_model_length=300))
+    client._sample = lambda request: ([7] * request.max_new_tokens, "length")
+    client.ask(HELLO, max_tokens=max_tokens)
+    episode = end(client)
+    assert [turn.finish_reason for turn in episode.turns] == ["length"] and episode.clipped == cut
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
