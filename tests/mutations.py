@@ -1106,7 +1106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failed episodes are of another unit", "evaluation/results.py",
-        "ranges.get(name)), unit) for name, unit in failed]", "ranges.get(name)), name) for name, unit in failed]",
+        "(lowest[name], unit) for", "(lowest[name], name) for",
         "tests/evaluation/test_counted.py",
     ),
     Mutation(
@@ -2618,7 +2618,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an old evaluation contradicts a solved task", "evaluation/diagnosis.py",
-        "lost = trained >= SOLVED and wilson", "lost = wilson", DIAGNOSIS + " -k training_alone",
+        "lost = solved and wilson", "lost = wilson", DIAGNOSIS + " -k training_alone",
     ),
     Mutation(
         "a declared range is dropped for returns that equal success", "evaluation/results.py",
@@ -3456,7 +3456,7 @@ MUTATIONS = [
     ),
     Mutation(
         "warnings are shown for each policy", "cli/eval/command.py",
-        "return seen.setdefault(record.getMessage(), record) is record", "return True",
+        "record.levelno != WARNING or seen", "True or seen",
         "tests/test_cli_eval.py -k on_the_way",
     ),
     Mutation(
@@ -3516,7 +3516,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failed episodes are left out of an evaluation", "evaluation/results.py",
-        "counted += [(failed_value(", "_ = [(failed_value(", "tests/evaluation/test_counted.py",
+        "counted += [(lowest[", "_ = [(lowest[", "tests/evaluation/test_counted.py",
     ),
     Mutation(
         "values that have not come up are impossible", "evaluation/statistics.py",

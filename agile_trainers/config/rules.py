@@ -777,7 +777,7 @@ EPISODES: tuple[Rule, ...] = (
     *_AHEAD,
     Rule(
         ("neftune_noise_alpha",),
-        lambda _, value: value is None,
+        lambda _, value: not value,
         "neftune_noise_alpha={value!r} adds noise to the embeddings in training alone, so that another policy would be "
         "trained than the one that plays. Leave it unset.",
     ),

@@ -1137,11 +1137,12 @@ class Diagnosis:
             prefix: Of its metrics.
             metrics: Its metrics, with ``success`` of ``episodes``; one with failed episodes says nothing.
         """
-        trained, success = self._history.mean("success"), metrics.get(f"{prefix}_success")
-        if trained is None or success is None or metrics[f"{prefix}_failed"]:
+        success = metrics.get(f"{prefix}_success")
+        if success is None or metrics.get(f"{prefix}_failed"):
             return
         number = round(metrics[f"{prefix}_episodes"])
-        lost = trained >= SOLVED and wilson_interval(round(success * number), number).high < NEARLY_SOLVED
+        solved = self._history.shown(SOLVED, NEARLY_SOLVED) is not None
+        lost = solved and wilson_interval(round(success * number), number).high < NEARLY_SOLVED
         text = f"{prefix}_success is {success:.0%} of {number} episodes"
         self.note(f"{_EVALUATED}{prefix}", text if lost else None)
 

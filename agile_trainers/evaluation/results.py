@@ -254,7 +254,8 @@ def counted_values(
             counted.append((value, unit))
     every = [value for value, _ in counted]
     if every:
-        counted += [(failed_value(found[name] or every, ranges.get(name)), unit) for name, unit in failed]
+        lowest = {name: failed_value(found[name] or every, ranges.get(name)) for name in {one for one, _ in failed}}
+        counted += [(lowest[name], unit) for name, unit in failed]
     return [value for value, _ in counted], [unit for _, unit in counted]
 
 

@@ -104,7 +104,8 @@ def select_before_head(base: PreTrainedModel, head: KeptHead) -> None:
         return outputs
 
     base.forward = MethodType(forward, base)
-    base.base_model.register_forward_hook(_select)
+    if _select not in base.base_model._forward_hooks.values():  # of an earlier trainer of the same model
+        base.base_model.register_forward_hook(_select)
 
 
 @contextmanager

@@ -335,7 +335,7 @@ class _Round:
             error = next((one.error for one in self.results.trajectories if one.error), "") if self.results else ""
             self.failed = f"All {len(values)} evaluation episodes failed in the environment: {error}"
         if not self.failed and not (sound and all(map(math.isfinite, sound))):
-            self.failed = "The fitness is not a finite number."
+            self.failed, self.diverged = "The fitness is not a finite number.", bool(sound) or self.diverged
         of, steps = self.assignment, 0 if self.failed else self.steps
         outcome = Result(of.member, of.round, steps, of.episodes, values, [], self.seconds, self.failed, self.diverged)
         if self.results is None:

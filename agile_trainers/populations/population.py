@@ -267,7 +267,7 @@ class Population:
                 lineage.events += trained
                 if scores:
                     lineage.best = ranked(scores)[0].member
-                elif number == 1 or not all(one.diverged for one in results):
+                elif number == 1 or not (replayed or all(one.diverged for one in results)):
                     self._write()
                     raise self._without_survivor(results)
                 else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,7 @@ class ReferencePolicy:
                 f"({self._policy.config._name_or_path!r}), and the model has other parameters than these: {odd[0]}. Save it "
                 "with model.save_pretrained(folder) and pass model=folder."
             )
-        return differs
+        return any(gather_object([differs]))  # all processes save it, or none
 
     def update(self, weight: float) -> None:
         """Move the reference to the current policy; see :meth:`MultiTurnTrainer.update_reference`."""
@@ -131,9 +132,21 @@ class ReferencePolicy:
             save_file(kept, folder / REFERENCE / _WEIGHTS)
 
     def restore(self, folder: Path) -> None:
-        """Load the reference model that :meth:`save` wrote, if any."""
+        """Load the reference model that :meth:`save` wrote, if any.
+
+        Raises:
+            ValueError: If it wrote none, and the reference is now another than the model's files.
+        """
         file, reference = folder / REFERENCE / _WEIGHTS, self._models().reference
-        if reference is None or not file.is_file():
+        if reference is None:
+            return
+        if not file.is_file():
+            if self._moved:
+                raise ValueError(
+                    f"The reference of the run in {folder} is the model in the files that it names "
+                    f"({self._policy.config._name_or_path!r}), and the model that was passed holds other weights. Pass the "
+                    "name of these files as `model`: the checkpoint has the policy."
+                )
             return
         self._moved = True
         weights = load_file(file)

@@ -153,7 +153,8 @@ def test_what_was_not_trained_on_has_null(embedded_model: Path, tmp_path: Path) 
     reasons = set()
     for record in recorded(tmp_path):
         zero = not any(turn["advantage"] for turn in record["turns"])
-        failed, truncated = record["stop_reason"] == "environment_error", record["truncated"]
+        failed = record["stop_reason"] == "environment_error"
+        truncated = record["truncated"] or record["turns"][-1]["finish_reason"] == "length"
         reasons.add((zero, failed, truncated))
         if failed or truncated:
             assert all(record[name] is None for name in TRAINED)

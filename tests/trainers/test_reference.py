@@ -158,6 +158,19 @@ def test_a_model_as_in_its_files_leaves_no_reference_in_a_checkpoint(embedded_mo
     assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-1" / REFERENCE).exists()
 
 
+def test_another_model_than_the_files_that_were_the_reference_is_not_resumed_with(embedded_model, tmp_path):
+    """And an earlier trainer's model may be trained on."""
+    options = {"beta": 0.1, "lora": False, "save_strategy": "steps", "save_steps": 1}
+    first = make_trainer(AutoModelForCausalLM.from_pretrained(embedded_model), tmp_path, max_steps=1, **options)
+    first.train()
+    second = make_trainer(first.model, tmp_path, max_steps=2, **options)
+    with pytest.raises(ValueError, match="holds other weights"):
+        second.train(resume_from_checkpoint=True)
+    on = make_trainer(first.model, tmp_path / "on", max_steps=1, **options)
+    on.train()
+    assert on.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_a_model_whose_reference_cannot_be_loaded_is_refused(embedded_model, tmp_path):
     other, nameless = in_memory(embedded_model), in_memory(embedded_model)
     other.resize_token_embeddings(other.config.vocab_size + 8)

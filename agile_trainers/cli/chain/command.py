@@ -20,6 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
+from huggingface_hub.errors import HfHubHTTPError
 from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Table
@@ -349,7 +350,7 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progr
         if trainer.hub_model_id is not None:  # on the main process, if the stage pushes and is not offline
             try:
                 HubPushes(trainer).push("Model save", True, None, None)
-            except HubUnreachableError as error:
+            except (HubUnreachableError, HfHubHTTPError) as error:  # the stage is trained and saved
                 logger.warning("%s", error)
         PartialState().wait_for_everyone()
     return trainer

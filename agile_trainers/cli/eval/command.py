@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
-from logging import getLogger, lastResort, root
+from logging import WARNING, getLogger, lastResort, root
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +273,12 @@ def main(argv: Sequence[str]) -> None:
         redirect_stdout(sys.stderr) if options.json else nullcontext(),
     ):  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
-        if panel is not None:  # again: what is kept by the process, or on a server, may have changed while it played
+        if (
+            panel is not None and not errors
+        ):  # again: what is kept by the process, or on a server, may have changed while it played
             check_starts(panel, tasks[0].factory, tasks[0].rows)
     if main_process:
-        _report(options, sampling, reports, run, console, panel, errors)
+        _report(options, sampling, reports, run, console, None if errors else panel, errors)
     if errors:
         raise errors[0]
 
@@ -606,11 +608,13 @@ def _device(text: str) -> str:
 @contextmanager
 def _warned_once() -> Iterator[None]:
     """Show each warning once, however many policies and environments it is told of."""
-    seen = dict[str, Any]()
+    seen = dict[tuple[str, str, str], Any]()
     handlers = [one for one in (lastResort, *root.handlers, *getLogger("transformers").handlers) if one is not None]
 
     def is_new(record: Any) -> bool:
-        return seen.setdefault(record.getMessage(), record) is record
+        # Several handlers see the same record. A wrong call of a library's is for the handler to tell of.
+        told = record.name, str(record.msg), repr(record.args)
+        return record.levelno != WARNING or seen.setdefault(told, record) is record
 
     for one in handlers:
         one.addFilter(is_new)
