@@ -277,7 +277,7 @@ def as_calls(episode: Trajectory) -> Trajectory:
     calls = [
         Call(
             episode.prompt_of(k), episode.action_of(k), episode.sampling_logprobs[turn.start : turn.end], turn.text,
-            reward=turn.reward, question=turn.question,
+            turn.finish_reason, reward=turn.reward, question=turn.question,
         )
         for k, turn in enumerate(episode.turns)
     ]  # fmt: skip

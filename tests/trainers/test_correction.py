@@ -44,7 +44,9 @@ def sampled(table: Table, settings: SamplingSettings) -> torch.Tensor:
         log_probs[:, column] = -torch.inf
         # The smallest uniform draws the first token that can be drawn, the largest the last.
         for uniform in (0.0, 1 - 1e-12):
-            drawn, scores = sampler(logits.detach(), torch.full((8,), uniform, dtype=torch.float64), history)
+            drawn, scores = sampler.draw(
+                sampler.distribution(logits.detach(), history), torch.full((8,), uniform, dtype=torch.float64)
+            )
             same = drawn == EPISODES[:, position]
             log_probs[same, column] = scores[same].float()
     return log_probs
