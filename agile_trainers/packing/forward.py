@@ -61,6 +61,7 @@ class Taught:
     """Called with the divergence (B, L - 1) of the distribution of each token, 0 where none was scored."""
 
 
+_SELECTS = "selects_rows"
 _read: torch.Tensor | None = None  # of the forward pass that runs; None for all hidden states
 _heard: list[torch.Tensor] | None = None  # gets these (R, H) where the LM head is ours
 
@@ -104,8 +105,9 @@ def select_before_head(base: PreTrainedModel, head: KeptHead) -> None:
         return outputs
 
     base.forward = MethodType(forward, base)
-    if _select not in base.base_model._forward_hooks.values():  # of an earlier trainer of the same model
+    if not hasattr(base.base_model, _SELECTS):  # an earlier trainer of the same model has done it, also for a copy
         base.base_model.register_forward_hook(_select)
+        setattr(base.base_model, _SELECTS, True)
 
 
 @contextmanager
