@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
+from served import SERVED
 from template_survey import PAGE, Options, Verdict, page, survey, turns
 from trl.chat_template_utils import add_response_schema, parse_response
 
@@ -65,6 +66,12 @@ def test_a_refusal_names_the_template_the_turn_and_options_that_work(verdicts: d
         assert before != after and {"(thinking)", "(answer)"} & set(re.findall(r"\(\w+\)", before))
         advised = list(_advised(verdict.refusal))
         assert advised and all(options in verdict.options for options in advised), verdict.name
+
+
+def test_all_but_those_that_reject_answers_are_served(verdicts: dict[str, Verdict]) -> None:
+    refused = {name for name, verdict in verdicts.items() if verdict.refusal}
+    assert sorted(name for name in refused if verdicts[name].served is not None) == SERVED
+    assert refused - set(SERVED) == {"gptoss", "gptoss_training"}
 
 
 def _advised(refusal: str) -> Iterator[Options]:
