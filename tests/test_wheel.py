@@ -131,10 +131,7 @@ def test_what_is_needed_of_a_requirement() -> None:
 
 STRANGER = """
 import importlib, json, pkgutil, sys
-from agile_trainers.cli import demo
 from agile_trainers.cli.main import main
-
-demo.QUICK = demo.Budget(sft_steps=1, sft_batch=4, rl_steps=1, eval_episodes=4)
 
 given = json.load(sys.stdin)
 sys.stdin = open(given["answers"])
