@@ -61,6 +61,8 @@ EXCHANGED = (
     (r"rounds=4", "rounds=1"),
     (r"num_eval_episodes=256", "num_eval_episodes=2"),
     (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
+    (r"generation_batch_size=64", "generation_batch_size=16"),
+    (r"\bepisodes=100\b", "episodes=4"),
     (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
     (r"(\w+)\(1[02]00\)", r"\1(20)"),
     (r"\b600\b", "20"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from copy import deepcopy
 from dataclasses import astuple, replace
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ def make_quick() -> None:
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
     _trace_equal_steps_once()
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no test turns the power off
     if not (is_cuda_available() or find_spec("vllm")):  # there, garbage may hold a GPU's memory, or an engine's
         _collect_garbage_before_each_tenth_run()
     # Each configuration that is read from a folder is written as JSON for a log of a level that is off.

@@ -108,7 +108,7 @@ def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, t
     """Killed after its first checkpoint, and taken up again: the same adapter, bit for bit."""
     stages = pipeline["stages"]
     number = [stage.get("name", stage["algorithm"]) for stage in stages].index(name)
-    whole = {**pipeline, "stages": [stages[0], stages[number]] if number else stages[:1]}
+    whole = {**pipeline, "stages": [{**stages[0], "max_steps": 1}, stages[number]] if number else stages[:1]}
     cut = copy.deepcopy(whole) | {"output_dir": str(tmp_path / "cut")}
     chain.run_pipeline(parse_pipeline(whole), QUIET)
 
@@ -192,6 +192,7 @@ def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline
 
 def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline: dict, tmp_path: Path) -> None:
     del pipeline["stages"][2:]
+    pipeline["stages"] = [stage | {"max_steps": 1} for stage in pipeline["stages"]]
     chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     changed = copy.deepcopy(pipeline)
     changed["stages"][0]["learning_rate"], changed["lora"]["r"] = 0.5, 2
@@ -320,6 +321,7 @@ def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None
 
 def test_a_whole_model_is_carried_on_too(pipeline: dict, tmp_path: Path) -> None:
     del pipeline["lora"], pipeline["stages"][3], pipeline["stages"][1]
+    pipeline["stages"] = [stage | {"max_steps": 1} for stage in pipeline["stages"]]
     chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     for name in ("sft", "grpo"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "chain" / name)
@@ -581,7 +583,7 @@ def test_other_columns_are_named_before_anything_is_trained(
 
 
 def test_a_stage_that_failed_before_its_first_step_can_be_corrected(pipeline: dict) -> None:
-    pipeline["stages"] = pipeline["stages"][:1]
+    pipeline["stages"] = [pipeline["stages"][0] | {"max_steps": 1}]
     wrong = copy.deepcopy(pipeline)
     wrong["stages"][0]["lora"] = {"r": 8, "target_modules": ["no_such_module"]}
     with pytest.raises(ValueError, match="no_such_module"):

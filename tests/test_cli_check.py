@@ -108,6 +108,10 @@ class PaysNothing(TwoTurns):
         return observation, 0.0, *rest
 
 
+SHORT = ("--max_model_length", "512")
+"""The limit for which memory is planned where nothing else is looked at: equal plans are made once (``quick.py``)."""
+
+
 def run(environment: str, *options: str) -> tuple[int, str]:
     """Exit code and report."""
     file = io.StringIO()
@@ -187,13 +191,14 @@ def test_rows_are_checked_with_the_environment_they_are_for(tmp_path: Path) -> N
 
 def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     options = ["--model", str(embedded_model), "--episodes", "4", "--max_new_tokens", "3", "--max_turns", "2"]
-    code, report = run("NeverEnds", *options, "--per_device_train_batch_size", "16", "--use_peft")
+    options += ["--per_device_train_batch_size", "16", "--use_peft"]
+    code, report = run("NeverEnds", *options)
     assert code == 0 and "4 episodes by the model" in report and f"model {embedded_model}" in report
     assert "warning: [episodes_cut] A limit cut every episode short" in report and "max_turns 100%" in report
     assert "(max_new_tokens=3)" in report and "16 rows x" in report and "of adapters" in report
     assert "The weights are float32" in report
     assert "learning_rate" not in report and "An update sees" not in report
-    assert run("NeverEnds", *options)[1] == run("NeverEnds", *options)[1], "sampled with the run's seed"
+    assert run("NeverEnds", *options)[1] == report, "sampled with the run's seed"
 
 
 def test_a_recipe_that_learns_nothing_is_warned_of() -> None:
@@ -265,6 +270,7 @@ def test_what_would_not_train_exits_with_the_reason(
         "0.2",
         "--scripted_policy",
         "expert",
+        *SHORT,
     )
     verdict = report.partition("Not ready to train:")[2]
     assert code == 1 and message in verdict, report
@@ -428,7 +434,7 @@ MISSES, DOUBT = "[reward_misses_success]", "[success_doubtful]"
     ],
 )
 def test_what_the_episodes_show_is_a_reason_not_to_train(broken: str, message: str) -> None:
-    code, report = run(broken)
+    code, report = run(broken, *SHORT)
     assert code == 1 and re.search(message, report) and report.count("problem: ") == 1 + (broken == "PaysAlike"), report
     assert not any(f"[{name}]" in report for name in ("solved", "too_hard", "zero_advantage_groups")), report
 
@@ -448,7 +454,7 @@ def test_state_of_a_class_is_found_when_the_model_plays(embedded_model: Path) ->
 
 @pytest.mark.parametrize("sound", ["TwoTurns", "Awaited", "agile:guess_number", "agile:probe/grid"])
 def test_sound_environments_are_not_accused(sound: str) -> None:
-    code, report = run(sound)
+    code, report = run(sound, *SHORT)
     assert code == 0 and MISSES not in report and DOUBT not in report and "state" not in report, report
 
 

@@ -15,10 +15,11 @@ from agile_trainers.cli.check import plays
 
 
 def run(environment: str, *options: str) -> tuple[int, str]:
-    """Exit code and report."""
+    """Exit code and report. The memory plan is for the same limit everywhere, and made once (``quick.py``)."""
     file = io.StringIO()
     target = environment if ":" in environment else f"faulty_games:{environment}"
-    code = check.main(["--environment", target, "--max_turns", "4", *options], Console(file=file, width=400))
+    limits = ["--max_turns", "4", "--max_model_length", "512"]
+    code = check.main(["--environment", target, *limits, *options], Console(file=file, width=400))
     return code, file.getvalue()
 
 

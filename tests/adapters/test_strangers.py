@@ -492,12 +492,10 @@ def test_every_expression_that_peft_matches_is_tried(field: str, monkeypatch: py
     assert used and used == {(method, pattern) for _, method, pattern in expressions(settings)}
 
 
-@pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
-def test_an_expression_that_would_hang_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expression_that_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untrusted, "CPU_SECONDS", 1)
-    slow = {"target_modules": r"(?:(?:.+)+)+!", "modules_to_save": [r"(?:(?:.+)+)+!"]}
-    with pytest.raises(ValueError, match=rf"{field}\) cannot be used: it takes more than 1 s"):
-        check_patterns(config(**{field: slow[field]}), Named(), Path("theirs"))
+    with pytest.raises(ValueError, match=r"modules_to_save\) cannot be used: it takes more than 1 s"):
+        check_patterns(config(modules_to_save=[r"(?:(?:.+)+)+!"]), Named(), Path("theirs"))
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{5}{5}{5", "(" * 10_000, "a" * 10 + "**", "(?P<a>x)(?P<a>y)"])

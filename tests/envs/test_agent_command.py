@@ -357,22 +357,25 @@ def test_folders_that_nobody_holds_are_removed(place: Path, tmp_path: Path) -> N
     names["link"].unlink()
 
 
-def test_fifty_programs_at_once(tmp_path: Path) -> None:
-    """They wait at a pipe that opens once all have started, so that one that kept the event loop would wait forever."""
+def test_more_programs_at_once_than_an_event_loop_has_threads(tmp_path: Path) -> None:
+    """They wait at a pipe that opens once all have started, so that one that kept the event loop, or one of its threads (32
+    at most), would wait forever."""
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)
-    waits = agent("sh", "-c", f": < {meeting}; echo met")
+    started = tmp_path / "started"
+    started.mkdir()
+    waits = agent("sh", "-c", f": > {started}/$$; : < {meeting}; echo met")
 
     async def all_of_them() -> list[Any]:
-        playing = [asyncio.create_task(waits().play(MODEL, Task(None, seed))) for seed in range(50)]
-        await asyncio.to_thread(until, lambda: len(marked()) == 50)
+        playing = [asyncio.create_task(waits().play(MODEL, Task(None, seed))) for seed in range(34)]
+        await asyncio.to_thread(until, lambda: len(list(started.iterdir())) == 34)
         descriptor = os.open(meeting, os.O_RDWR)
         try:
             return await asyncio.gather(*playing)
         finally:
             os.close(descriptor)
 
-    assert [one["info"]["stdout"] for one in asyncio.run(all_of_them())] == ["met\n"] * 50
+    assert [one["info"]["stdout"] for one in asyncio.run(all_of_them())] == ["met\n"] * 34
 
 
 def test_programs_are_started_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from agile_environments.archive import (
     ANIMALS,
-    LEVELS,
     LOOK_UP,
     PEOPLE,
     agent,
@@ -102,7 +101,7 @@ def test_without_a_note_of_the_right_look_up_every_way_of_answering_is_chance() 
     assert len(set.union(*(before_note["Bob", animal] for animal in ANIMALS))) == 1
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["easy", "hard"])
 def test_success_of_the_policies(level: str) -> None:
     played = make_environment_factory("agile:archive", level=level)
     assert all(episode.success for episode in play_agent(played, expert_policy, range(16)))

@@ -446,7 +446,8 @@ class Brittle(Talk):
 
 
 def test_failed_and_silent_episodes_count_against_a_member(embedded_model, tmp_path):
-    made = population(embedded_model, tmp_path, environment=Brittle, fitness="success", rounds=1, num_eval_episodes=24)
+    once = {"rounds": 1, "max_steps": 1, "num_eval_episodes": 24}
+    made = population(embedded_model, tmp_path, environment=Brittle, fitness="success", **once)
     lineage = made.run()
     trained = [event for event in lineage.events if event.event == "trained"]
     assert len(trained) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ OTHERS = {"mistral_v0_3": MISTRAL, "llama_2": LLAMA_2}
 """Templates that TRL does not ship."""
 
 
+@cache
 def templates() -> dict[str, str]:
-    """Every template that TRL ships, by name, and a few others."""
+    """Every template that TRL ships, by name, and a few others. Read only."""
     return {file.stem: file.read_text(encoding="utf-8") for file in sorted(TEMPLATES.glob("*.jinja"))} | OTHERS
 
 

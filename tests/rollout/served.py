@@ -16,6 +16,16 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import Limits
 from agile_trainers.types import Message
 
+SERVED = [
+    "deepseek_r1_distill", "deepseekv3", "deepseekv3_training", "diffusion_gemma", "diffusion_gemma_training",
+    "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "glm4moe_training", "lfm2_2_5",
+    "lfm2_2_5_v2", "lfm2_2_5_vl", "muse_glimmer", "muse_glimmer_training", "nemotron_3_5_lightning",
+    "nemotron_3_5_lightning_training", "nemotron_3_nano", "nemotron_3_nano_training", "nemotron_3_super",
+    "nemotron_3_super_training", "nemotron_3_ultra", "nemotron_3_ultra_training", "qwen3", "qwen3_5_nothink",
+    "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_8_training",
+]  # fmt: skip
+"""The templates that rewrite earlier turns and are served."""
+
 
 class Play:
     """Four turns of answers as the template lets them be sampled, and what a server would read at each.

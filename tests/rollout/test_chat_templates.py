@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
+from served import SERVED
 from template_survey import PAGE, Options, Verdict, page, survey, turns
 from trl.chat_template_utils import add_response_schema, parse_response
 
@@ -67,6 +68,12 @@ def test_a_refusal_names_the_template_the_turn_and_options_that_work(verdicts: d
         assert advised and all(options in verdict.options for options in advised), verdict.name
 
 
+def test_all_but_those_that_reject_answers_are_served(verdicts: dict[str, Verdict]) -> None:
+    refused = {name for name, verdict in verdicts.items() if verdict.refusal}
+    assert sorted(name for name in refused if verdicts[name].served is not None) == SERVED
+    assert refused - set(SERVED) == {"gptoss", "gptoss_training"}
+
+
 def _advised(refusal: str) -> Iterator[Options]:
     """The options that an error message tells the user to pass."""
     for way in refusal.rpartition("\nPass ")[2].split(", or "):
@@ -111,9 +118,10 @@ def test_ids_are_those_of_a_conversation_that_trl_parsed(name: str) -> None:
 class _Conversation:
     """Three turns as the renderer makes them, and rendered whole."""
 
-    def __init__(self, pieces: list[int], wholes: list[list[int]], text: str) -> None:
-        self.pieces, self.text = pieces, text
-        self.whole = next((whole for whole in wholes if whole == pieces), wholes[0])
+    def __init__(self, pieces: list[int], wholes: Iterator[list[int]], text: str) -> None:
+        self.pieces, self.text, self.whole = pieces, text, next(wholes)
+        if self.whole != pieces:
+            self.whole = next((whole for whole in wholes if whole == pieces), self.whole)
 
 
 def _conversations(
@@ -135,6 +143,14 @@ def _conversations(
             )
         )
 
+    def wholes(head: str, answers: list[list[int]], observations: list[Any]) -> Iterator[list[int]]:
+        """The answers as their text, without the blanks around it, and both after what the prompt has opened."""
+        for stored in (str, str.strip, lambda text: head + text, lambda text: head + text.strip()):
+            conversation = list(prompt)
+            for answer, observation in zip(answers, observations, strict=True):
+                conversation += [{"role": "assistant", "content": stored(renderer.decode(answer))}, *observation]
+            yield tokenizer.encode(render(conversation), add_special_tokens=False)
+
     ends = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     thinking = variables.get("enable_thinking") is not False
     opened = re.search(r"<think>\s*\Z", render(prompt))
@@ -146,14 +162,8 @@ def _conversations(
             ]
             observations = [[{"role": role, "name": "look", "content": said}] for said in OBSERVATIONS]
             pieces = _played(renderer, prompt, answers, observations)
-            wholes = []
             head = opened[0] if opened else ""
-            for stored in (str, str.strip, lambda text: head + text, lambda text: head + text.strip()):  # noqa: B023
-                conversation = list(prompt)
-                for answer, observation in zip(answers, observations, strict=True):
-                    conversation += [{"role": "assistant", "content": stored(renderer.decode(answer))}, *observation]
-                wholes.append(tokenizer.encode(render(conversation), add_special_tokens=False))
-            yield _Conversation(pieces, wholes, texts[0] + end)
+            yield _Conversation(pieces, wholes(head, answers, observations), texts[0] + end)
 
 
 def _played(

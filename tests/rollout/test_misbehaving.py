@@ -43,11 +43,12 @@ def play(embedded_model: Path) -> Iterator[Any]:
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         max_batch_size: int = 48,
+        max_new_tokens: int = 4,
         **where: Any,
     ) -> list[Trajectory]:
         lives = {kind: LIVES[kind].factory for _, kind in episodes if kind in LIVES}
         pools.append(EnvironmentPool({"sound": Misbehaving, **lives}, **where))
-        limits = Limits(max_turns=3, max_new_tokens=4, max_model_length=400, max_observation_length=2000)
+        limits = Limits(max_turns=3, max_new_tokens=max_new_tokens, max_model_length=400, max_observation_length=2000)
         generator = TransformersGenerator(
             model,
             eos_token_ids=chat.eos_token_ids,
@@ -90,8 +91,8 @@ def test_inline_neighbours_are_equal_bit_by_bit(play: Any) -> None:
     size = -(-len(others) // len(few))
     episodes = [one for n, sound in enumerate(few) for one in (sound, *others[n * size : (n + 1) * size])]
     assert len(episodes) == len(few) + len(others)
-    beside = dict(zip(episodes, play(episodes, max_batch_size=1)))
-    for sound, expected in zip(few, play(few, max_batch_size=1)):
+    beside = dict(zip(episodes, play(episodes, max_batch_size=1, max_new_tokens=2)))
+    for sound, expected in zip(few, play(few, max_batch_size=1, max_new_tokens=2)):
         got = beside[sound]
         assert got.error is None and got.turns == expected.turns
         assert (got.prompt_ids, got.completion_ids) == (expected.prompt_ids, expected.completion_ids)
