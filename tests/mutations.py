@@ -3590,11 +3590,6 @@ MUTATIONS = [
         'not in ("trl", "transformers")', 'in ("agile_trainers",)', "tests/trainers/test_algorithms.py",
     ),
     Mutation(
-        "a chain's stage resumes without its policy", "cli/chain/command.py",
-        "if isinstance(kwargs[\"model\"], PeftModel) and not uses_deepspeed(args):", "if False:",
-        "tests/test_cli_chain.py -k interrupted",
-    ),
-    Mutation(
         "MaxRL divides by the deviation", "objectives/advantages.py",
         "torch.where(differ, value / mean, 0.0)", "torch.where(differ, value / std, 0.0)",
         "tests/objectives/test_advantages.py -k mean_scale",

@@ -628,8 +628,9 @@ def test_a_member_without_its_checkpoint_does_not_begin_anew(continued, tmp_path
         list(continued.rounds.run([Assignment(0, 2, args, 2, 8)], args))
 
 
-def test_reward_functions_are_the_fitness(embedded_model, continued, tmp_path):
-    """With the return, by their weights; it has no known lowest value."""
+def test_reward_functions_are_the_fitness(embedded_model, continued, monkeypatch, tmp_path):
+    """With the return, by their weights; it has no known lowest value, also where the return has."""
+    monkeypatch.setattr(Talk, "return_range", (0.0, 100.0), raising=False)
     played: list[list[float]] = []
 
     def judge(completions: Any, trajectories: list[Trajectory], **_: Any) -> list[float]:

@@ -486,7 +486,8 @@ class _Pushes(TrainerCallback):
 
 
 class _Resumed(TrainerCallback):
-    """Restores the policy of a checkpoint, which `Trainer` passes over where other adapters are in subfolders of it."""
+    """Restores the policy of a checkpoint, which `Trainer` before transformers 5.23 passes over where other adapters are in
+    subfolders of it."""
 
     def __init__(self, checkpoint: str) -> None:
         self._checkpoint = checkpoint
