@@ -59,7 +59,7 @@ def undisturbed(embedded_model, tmp_path_factory) -> Callable[[str], Any]:
 
 
 KILLS = {"grpo": range(1, 5), "reinforce": (1, 4), "ppo": (1, 2)}
-"""At every step of a batch, and in and between epochs; what else differs is in the first batch's buffer, after a step."""
+"""GRPO's after every step, REINFORCE's inside and at the end of an epoch; the other cases once, inside a batch."""
 
 
 @pytest.mark.parametrize("case", CASES)
