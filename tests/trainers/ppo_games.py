@@ -37,7 +37,8 @@ def make_ppo(
     options = {key: value for key, value in settings(output_dir).items() if key != "num_generations"}
     return MultiTurnPPOTrainer(
         model=str(model),
-        args=MultiTurnPPOConfig(**{**options, "bootstrap_at_limits": True, **changes}),
+        # Without the passes of the diagnosis, as in ``games.make_trainer``.
+        args=MultiTurnPPOConfig(**{**options, "bootstrap_at_limits": True, "diagnosis_interval": 0, **changes}),
         environment=environment,
         peft_config=LoraConfig(**config),
         quantization_config=quantization_config,

@@ -23,7 +23,7 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Trajectory
 
 RUN: dict[str, Any] = {
-    "max_steps": 5, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3, "max_turns": 9,
+    "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3, "max_turns": 9,
     "advantage_granularity": "trajectory",
 }  # fmt: skip
 
@@ -70,9 +70,9 @@ def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
     embedded_model: Path, run: Any, tmp_path: Path
 ) -> None:
     _, trained, folder, ahead, agent = run
-    versions = [max(generation - ahead, 0) for generation in range(5)]
+    versions = [max(generation - ahead, 0) for generation in range(4)]
     assert [{one.version for one in batch} for batch in trained] == [{version} for version in versions]
-    for generation in (ahead, 4):  # the last one of the first policy, and a later policy's
+    for generation in (ahead, 3):  # the last one of the first policy, and a later policy's
         version = versions[generation]
         model: dict[str, Any] = {"lora": False} if version else {}
         player = make_trainer(
@@ -80,14 +80,14 @@ def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
             environment=agent(), **RUN, **model,
         )  # fmt: skip
         assert tokens(trained[generation]) == tokens(player.rollout(generation=generation))
-    assert tokens(trained[4]) != tokens(player.rollout(generation=3))
+    assert tokens(trained[3]) != tokens(player.rollout(generation=2))
 
 
 def test_the_sampler_is_compared_with_the_policy_that_played(run: Any) -> None:
     logs = [log for log in run[0].state.log_history if "loss" in log]
-    assert len(logs) == 5
+    assert len(logs) == 4
     assert all(log["sampling/sampling_logp_difference/mean"] < 1e-5 for log in logs)
-    assert [("drift/kl" in log) for log in logs] == [False, *[True] * 4] and all(
+    assert [("drift/kl" in log) for log in logs] == [False, *[True] * 3] and all(
         log["drift/kl"] > 1e-5 for log in logs[1:]
     )
     for log in logs:
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on(
     """From any step, in the middle of a generation batch too, with rows and random delays: to the bit."""
     ahead = 1 if kind == "at once" else 2
     settings: dict[str, Any] = {
-        **RUN, "per_device_train_batch_size": 4, "steps_per_generation": 2, "batches_ahead": ahead, "max_steps": 6,
+        **RUN, "per_device_train_batch_size": 4, "steps_per_generation": 2, "batches_ahead": ahead, "max_steps": 5,
         "num_generations": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
         "train_dataset": Dataset.from_dict({"number": list(range(12))}), "max_logprob_gap": 1e9,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on(
     for kill in (1, 4):
         run_until(kill, "agents", embedded_model, tmp_path / "run", resume="auto")
     again = run_until(99, "agents", embedded_model, tmp_path / "run", resume="auto")
-    assert again.state.global_step == 6
+    assert again.state.global_step == 5
     assert_same(weights(again), weights(whole))
 
 
@@ -142,12 +142,12 @@ def test_an_agent_beside_an_environment(embedded_model: Path, tmp_path: Path) ->
         trainer = make_trainer(
             embedded_model, tmp_path / str(ahead), environment={"agent": in_turn(random.Random(1)), "game": Chatter},
             batches_ahead=ahead, eval_strategy="steps", eval_steps=1, num_eval_episodes=4,
-            **{**RUN, "learning_rate": 0.0, "max_steps": 4},
+            **{**RUN, "learning_rate": 0.0, "max_steps": 3},
         )  # fmt: skip
         batches = watched(trainer)
         trainer.train()
         evaluated = [log["eval_return"] for log in trainer.state.log_history if "eval_return" in log]
-        assert len(evaluated) == 4 and len(set(evaluated)) == 1
+        assert len(evaluated) == 3 and len(set(evaluated)) == 1
         trained.append(([[(one.environment_name, *tokens([one])) for one in batch] for batch in batches], evaluated))
     assert trained[0] == trained[1]
     assert {name for batch in trained[0][0] for name, *_ in batch} == {"agent", "game"}

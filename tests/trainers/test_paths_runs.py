@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpointed_runs import SaveOnce
 from games import make_trainer, relative_error
 from path_episodes import programs, repeated
 from ppo_games import make_ppo, wake
@@ -48,7 +49,8 @@ def test_a_run_is_resumed_in_the_middle_of_a_batch_to_the_same_bits(embedded_mod
     def make(folder):
         options = {
             "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 8,
-            "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3,
+            "save_strategy": "steps", "save_steps": 1, "callbacks": [SaveOnce(2)],
+            "optim": "adamw_torch", "learning_rate": 1e-3,
             "max_logprob_gap": 100.0, "vllm_importance_sampling_correction": False, "max_tokens_per_micro_batch": 20,
         }  # fmt: skip
         if algorithm == "grpo":

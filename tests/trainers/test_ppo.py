@@ -114,7 +114,7 @@ def test_auto_is_token_where_every_episode_has_one_turn(embedded_model, tmp_path
     for granularity in ("auto", "token" if longest == 1 else "turn"):
         trainer = make_ppo(
             embedded_model, tmp_path / granularity, environment=OnlyFailuresGoOn if longest == 1 else Cut,
-            advantage_granularity=granularity, per_device_train_batch_size=16, max_steps=2,
+            advantage_granularity=granularity, max_steps=2,
         )  # fmt: skip
         wake(trainer)
         trainer.train()
@@ -258,9 +258,9 @@ def test_values_elsewhere_change_nothing(embedded_model, tmp_path, changes):
 
 
 def awake_steps(model, folder, **changes):
-    """A trainer whose critic is awake, and its gradients in three steps."""
+    """A trainer whose critic is awake, and its gradients in two steps."""
     gradients = Gradients()
-    trainer = make_ppo(model, folder, callbacks=[gradients], max_steps=3, learning_rate=1e-3, **changes)
+    trainer = make_ppo(model, folder, callbacks=[gradients], max_steps=2, learning_rate=1e-3, **changes)
     wake(trainer)
     trainer.train()
     return trainer, gradients.steps
@@ -273,8 +273,8 @@ def plain_steps(embedded_model, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("beta", "checkpointing", "epochs"),
-    [(0.1, None, 1), (0.0, False, 1), (0.0, True, 1), (0.1, True, 1), (0.1, None, 2)],
-    ids=["reference", "non-reentrant", "reentrant", "reference, reentrant", "reference, two epochs"],
+    [(0.0, False, 1), (0.0, True, 1), (0.1, True, 1), (0.1, None, 2)],
+    ids=["non-reentrant", "reentrant", "reference, reentrant", "reference, two epochs"],
 )
 def test_both_adapters_train_in_every_step(embedded_model, tmp_path, plain_steps, beta, checkpointing, epochs):
     """Reference passes, which leave the critic frozen, and checkpointing included: the gradients are those without."""
@@ -385,14 +385,14 @@ def test_the_critic_has_a_learning_rate_of_its_own(embedded_model, tmp_path, lor
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(embedded_model, tmp_path, optim, layers):
     """Bitwise, both adapters and the head; and the folder holds what PEFT loads."""
     changes = {
-        "optim": optim, "learning_rate": 1e-2, "critic_learning_rate": 2e-2, "max_steps": 4, "save_strategy": "steps",
-        "save_steps": 2, "beta": 0.1, "critic_layers": layers,
+        "optim": optim, "learning_rate": 1e-2, "critic_learning_rate": 2e-2, "max_steps": 2, "beta": 0.1,
+        "critic_layers": layers,
     }  # fmt: skip
-    whole = make_ppo(embedded_model, tmp_path / "whole", **changes)
+    whole = make_ppo(embedded_model, tmp_path / "whole", save_strategy="steps", save_steps=1, **changes)
     whole.train()
     resumed = make_ppo(embedded_model, tmp_path / "resumed", **changes)
     wake(resumed)  # so that only what the checkpoint holds can bring it back
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     expected = {n: p for n, p in whole.model.named_parameters() if p.requires_grad}
     assert any(".critic" in name for name in expected)
     for name, parameter in resumed.model.named_parameters():
@@ -401,10 +401,10 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(embedded_model, tmp_
             assert torch.equal(parameter, expected[name]), name
 
     base = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
-    policy = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "whole" / "checkpoint-4")
+    policy = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "whole" / "checkpoint-2")
     ids = torch.arange(20)[None]
     torch.testing.assert_close(policy(ids).logits, whole.model.eval()(ids).logits, rtol=0, atol=1e-5)
-    assert (tmp_path / "whole" / "checkpoint-4" / "critic" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "whole" / "checkpoint-2" / "critic" / "adapter_model.safetensors").exists()
 
 
 def test_the_best_checkpoint_brings_back_its_critic(embedded_model, tmp_path):

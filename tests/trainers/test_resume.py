@@ -33,29 +33,31 @@ def record_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RECORD).read_text())
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, steps):
+def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned):
     """Neither with the same ``max_steps`` nor with a lower one; it still ends with the checkpoint's weights."""
-    done = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 2})
+    done = make("grpo", embedded_model, tmp_path / "done", **{**SAVING, "max_steps": 2})
     done.train()
-    again = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": steps})
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2
-    assert_same(weights(again), weights(done))
-    assert any("at step 2 of" in text and "max_steps" in text for text in warned)
+    for steps in (1, 2):
+        shutil.copytree(tmp_path / "done", tmp_path / str(steps))
+        again = make("grpo", embedded_model, tmp_path / str(steps), **{**SAVING, "max_steps": steps})
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 2
+        assert_same(weights(again), weights(done))
+        assert any("at step 2 of" in text and "max_steps" in text for text in warned)
+        warned.clear()
 
 
 def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):
-    whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=3)
+    whole = make_trainer(embedded_model, tmp_path / "whole", max_steps=2)
     whole.train()
-    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3, save_steps=1)
-    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=3)
-    resumed.train(resume_from_checkpoint="auto")
-    assert_same(weights(resumed), weights(whole))
+    for steps in (1, 2):
+        trainer = make_trainer(embedded_model, tmp_path / "run", max_steps=steps, **SAVING)
+        trainer.train(resume_from_checkpoint="auto")
+    assert_same(weights(trainer), weights(whole))
 
     (tmp_path / "run" / "checkpoint-1" / MARKER).unlink()
     (tmp_path / "run" / "checkpoint-2" / MARKER).unlink()
-    anew = make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    anew = make_trainer(embedded_model, tmp_path / "run", max_steps=1)
     anew.train(resume_from_checkpoint="auto")
     assert anew.state.global_step == 1 and any(text.startswith("Starting a new run") for text in warned)
 
@@ -101,22 +103,27 @@ def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tm
         trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("option, value", [("beta", 0.1), ("replay_successes", 2), ("teacher", "policy")])
-def test_what_the_batch_in_progress_lacks_is_refused(embedded_model, tmp_path, option, value):
+def test_what_the_batch_in_progress_lacks_is_refused(embedded_model, tmp_path):
     """The loss would miss a column of it; between two batches the same change takes effect."""
     rows = {"train_dataset": Dataset.from_dict({"number": list(range(8))})}
     reference = {"sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}
-    batch = {"beta": 0.0, "reference_adapter": False, "max_steps": 5, **reference, **rows}
-    run_until(4, "grpo", embedded_model, tmp_path, save_steps=1, **batch)  # a batch serves four steps
-    more = {option: value, **({"teacher_hint": "hint"} if option == "teacher" else {})}
-    for step, early in ((3, True), (4, False)):
-        trainer = make("grpo", embedded_model, tmp_path / "other", **{**batch, **more})
-        if early:
-            with pytest.raises(CheckpointError, match=rf"without what these options need: {option}"):
-                trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        else:
-            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-            assert trainer.state.global_step == 5
+    batch = {
+        "beta": 0.0, "reference_adapter": False, "num_iterations": 1, "diagnosis_interval": 0, "max_steps": 3,
+        **reference, **rows,
+    }  # fmt: skip
+    run_until(2, "grpo", embedded_model, tmp_path, save_steps=1, **batch)  # a batch serves two steps
+    inside, between = (str(tmp_path / f"checkpoint-{step}") for step in (1, 2))
+    for option, more in {
+        "beta": {"beta": 0.1},
+        "replay_successes": {"replay_successes": 2},
+        "teacher": {"teacher": "policy", "teacher_hint": "hint"},
+    }.items():
+        trainer = make("grpo", embedded_model, tmp_path / option, **{**batch, **more})
+        with pytest.raises(CheckpointError, match=rf"without what these options need: {option}"):
+            trainer.train(resume_from_checkpoint=inside)
+        trainer = make("grpo", embedded_model, tmp_path / option, **{**batch, **more})
+        trainer.train(resume_from_checkpoint=between)
+        assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize(
@@ -153,11 +160,19 @@ def test_other_rows_are_told(embedded_model, tmp_path, warned):
         assert sum("it had 16 rows with the columns ['number'], and has 12" in text for text in warned) == told
 
 
+@pytest.fixture(scope="module")
+def two_steps(embedded_model, tmp_path_factory):
+    """The folder of a run of two steps whose last checkpoint is lost. Read only."""
+    folder = tmp_path_factory.mktemp("two_steps") / "run"
+    make_trainer(embedded_model, folder, max_steps=2, **SAVING).train()
+    shutil.rmtree(folder / "checkpoint-2")
+    return folder
+
+
 @pytest.mark.parametrize("name", ["last-checkpoint", "kept-7", "latest"])
-def test_a_checkpoint_of_any_name_goes_on(embedded_model, tmp_path, name):
+def test_a_checkpoint_of_any_name_goes_on(embedded_model, tmp_path, two_steps, name):
     """The Hub's copy, a renamed one, and a link: its step is what it says itself, for the rollout log too."""
-    make_trainer(embedded_model, tmp_path, max_steps=2, **SAVING).train()
-    shutil.rmtree(tmp_path / "checkpoint-2")
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     if name == "latest":
         (tmp_path / name).symlink_to("checkpoint-1")
     else:
@@ -252,31 +267,27 @@ def test_another_environment_from_the_same_factory_is_refused(embedded_model, tm
 
 def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):
     """A later resume goes on with the new branch, although the old one had got further."""
-    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6, save_steps=1)
+    make_trainer(embedded_model, tmp_path, max_steps=3, **SAVING).train()
     first = record_of(tmp_path / "checkpoint-1")["run_id"]
     assert {record_of(path)["run_id"] for path in tmp_path.glob("checkpoint-*")} == {first}
-    branch = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 3, "temperature": 0.5})
-    branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
-        "checkpoint-1",
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
+    branch = make_trainer(embedded_model, tmp_path, max_steps=2, temperature=0.5, **SAVING)
+    branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     aside = tmp_path / "superseded" / "1"
-    assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert all(check_complete(path) for path in aside.iterdir())
-    assert any("(checkpoint-3, checkpoint-4)" in text for text in warned)
-    second = record_of(tmp_path / "checkpoint-3")["run_id"]
+    assert any("(checkpoint-2, checkpoint-3)" in text for text in warned)
+    second = record_of(tmp_path / "checkpoint-2")["run_id"]
     assert second != first
 
-    later = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 4, "temperature": 0.5})
+    later = make_trainer(embedded_model, tmp_path, max_steps=3, temperature=0.5, **SAVING)
     later.train(resume_from_checkpoint=True)
-    assert record_of(tmp_path / "checkpoint-4")["run_id"] == second
+    assert record_of(tmp_path / "checkpoint-3")["run_id"] == second
 
 
 def test_the_checkpoint_a_new_run_starts_from_stays_where_it_is(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2, save_steps=1)
-    new = make("grpo", tmp_path / "checkpoint-1", tmp_path, max_steps=1, lora=False)
+    make_trainer(embedded_model, tmp_path, max_steps=2, **SAVING).train()
+    new = make_trainer(tmp_path / "checkpoint-1", tmp_path, max_steps=1, lora=False)
     new.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
@@ -292,9 +303,10 @@ def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, 
 
 
 def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
-    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3, save_steps=1)
+    make_trainer(embedded_model, tmp_path, max_steps=2, **SAVING).train()
     (tmp_path / "checkpoint-1").touch()  # as copying from another disk does
-    run_until(3, "grpo", embedded_model, tmp_path, max_steps=3, resume=True, save_total_limit=2)
+    last = make_trainer(embedded_model, tmp_path, max_steps=3, save_total_limit=2, **SAVING)
+    last.train(resume_from_checkpoint=True)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
@@ -315,7 +327,7 @@ with locked(Path(sys.argv[1])):
 
 def test_two_runs_in_one_folder(embedded_model, tmp_path):
     """The second one is refused, and told of the first; a killed one blocks nobody."""
-    held, trainer = tmp_path / "held", make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    held, trainer = tmp_path / "held", make_trainer(embedded_model, tmp_path / "run")
     (tmp_path / "run").mkdir(exist_ok=True)
     with ThreadPoolExecutor() as threads:
         process = threads.submit(forks.run, ["-c", HOLD, tmp_path / "run", held])

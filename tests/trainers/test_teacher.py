@@ -108,23 +108,19 @@ def teachers_part(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "gradient"),
-    [
-        *(("grpo", gradient) for gradient in GRADIENTS),
-        ("reinforce", RETURN_TO_GO),
-        ("ppo", IMMEDIATE),
-        ("ppo", FORWARD),
-    ],
+    ("algorithm", "gradients"),
+    [("grpo", GRADIENTS), ("reinforce", [RETURN_TO_GO]), ("ppo", [IMMEDIATE, FORWARD])],
+    ids=["grpo", "reinforce", "ppo"],
 )
-def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, algorithm, gradient) -> None:
+def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, algorithm, gradients) -> None:
     """Of the reward's gradient, as a run without the teacher has it, and the coefficient's share of the teacher's."""
     options = {"algorithm": algorithm, "num_generations": 1 if algorithm == "reinforce" else 4}
-    make = (lambda **changes: make_ppo(embedded_model, tmp_path, **changes)) if algorithm == "ppo" else (
-        lambda **changes: make_trainer(embedded_model, tmp_path, **options, **changes)
-    )  # fmt: skip
-    found = []
-    for changes in ({}, {"teacher": teacher, "teacher_coef": 0.3, "teacher_gradient": gradient}):
-        trainer = make(**changes)
+
+    def found(**changes: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        if algorithm == "ppo":
+            trainer = make_ppo(embedded_model, tmp_path, **changes)
+        else:
+            trainer = make_trainer(embedded_model, tmp_path, **options, **changes)
         trainer.model.double()
         trainer.state.max_steps = 1
         wake(trainer)
@@ -132,17 +128,21 @@ def test_the_gradient_is_the_stated_mixture(embedded_model, tmp_path, teacher, a
         if algorithm == "ppo":
             trainer.critic.count_turns([batch])
             trainer.critic.learned = False
-        found.append(loss_and_gradients(trainer, batch)[1])
-    own = teachers_part(trainer, batch, gradient)
-    reward, mixed = ({n: g.double() for n, g in one.items()} for one in found)
-    mixture = {n: g + 0.3 * own[n] if n in own else g for n, g in reward.items()}
-    assert relative_error(mixed, mixture) < 1e-6
-    assert relative_error(mixed, reward) > 1e-2
+        _, gradient = loss_and_gradients(trainer, batch)
+        return trainer, batch, {name: one.double() for name, one in gradient.items()}
+
+    _, _, reward = found()
+    for gradient in gradients:
+        trainer, batch, mixed = found(teacher=teacher, teacher_coef=0.3, teacher_gradient=gradient)
+        own = teachers_part(trainer, batch, gradient)
+        mixture = {n: g + 0.3 * own[n] if n in own else g for n, g in reward.items()}
+        assert relative_error(mixed, mixture) < 1e-6, gradient
+        assert relative_error(mixed, reward) > 1e-2, gradient
 
 
 @pytest.mark.parametrize(
     ("gradient", "loss_type"),
-    [*((gradient, "dapo") for gradient in GRADIENTS), (RETURN_TO_GO, "grpo"), (FORWARD, "dr_grpo")],
+    [(IMMEDIATE, "dapo"), (RETURN_TO_GO, "grpo"), (FORWARD, "dr_grpo"), (FORWARD, "dapo")],
 )
 def test_split_into_passes_it_is_the_same(embedded_model, tmp_path, teacher, gradient, loss_type) -> None:
     options = {"teacher": teacher, "teacher_gradient": gradient, "teacher_turn_decay": 0.7, "loss_type": loss_type}
@@ -302,8 +302,9 @@ def noted(add_columns: Any, of: dict[str, str]) -> Any:
     return checked
 
 
-@pytest.mark.parametrize("gradient", SAMPLED)
-@pytest.mark.parametrize("with_second", [True, False], ids=["two", "one of two"])
+@pytest.mark.parametrize(
+    ("with_second", "gradient"), [(True, IMMEDIATE), (False, RETURN_TO_GO)], ids=["two", "one of two"]
+)
 def test_each_environment_has_its_own_teacher(embedded_model, tmp_path, teacher, other, with_second, gradient) -> None:
     """The gradient is that of all taught tokens together; an environment without a teacher adds the reward's alone."""
     of = {"long": teacher} | ({"chatter": other} if with_second else {})
@@ -357,21 +358,21 @@ def test_several_are_not_saved(embedded_model, tmp_path, teacher, other) -> None
 
 @pytest.mark.parametrize(
     ("changes", "reads"),
-    [({}, 1), ({"teacher": "reference", "reference_adapter": True}, 3)],
+    [({}, 1), ({"teacher": "reference", "reference_adapter": True}, 2)],
     ids=["frozen", "reference"],
 )
 def test_a_frozen_teacher_reads_a_batch_once(embedded_model, tmp_path, teacher, changes, reads) -> None:
-    """Of three updates, and the weights are those of a run that lets it read again, to the bit."""
+    """Of two updates, and the weights are those of a run that lets it read again, to the bit."""
     found = []
     for keeps in (True, False):
-        options = {"teacher": teacher, "num_iterations": 3, "max_steps": 6, "learning_rate": 0.1, **changes}
+        options = {"teacher": teacher, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.1, **changes}
         trainer = make_trainer(embedded_model, tmp_path / str(keeps), **options)
         trainer.teacher._frozen &= keeps
         count, read = [], trainer.teacher._log_probs_of
         trainer.teacher._log_probs_of = lambda *given, read=read, count=count: count.append(1) or read(*given)
         trainer.train()
         found.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n})
-        assert len(count) == 2 * (reads if keeps else 3)
+        assert len(count) == 2 * (reads if keeps else 2)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
@@ -398,13 +399,14 @@ def test_a_server_gives_what_the_model_gives(embedded_model, tmp_path, history) 
         before = served.scored
         of_server.train()
         assert 8 <= served.scored - before <= 8 * 6
-        before = served.scored
-        make_trainer(
-            embedded_model, tmp_path / "fading", teacher=served.url, teacher_steps=1, **{**options, "num_iterations": 1}
-        ).train()
-        assert before < served.scored <= before + 8 * 6, "of two batches one is read"
     kl = [entry["teacher/kl"] for entry in of_server.state.log_history if "teacher/kl" in entry]
     assert len(kl) == 2 and all(value != 0 for value in kl)
+
+
+def test_a_server_is_not_asked_when_the_coefficient_has_fallen(embedded_model, tmp_path) -> None:
+    with teaching(changed_model(embedded_model, tmp_path / "model")) as served:
+        make_trainer(embedded_model, tmp_path, teacher=served.url, teacher_steps=0.5, max_steps=2).train()
+    assert served.scored == 8, "of two batches one is read"
 
 
 def test_a_server_beside_an_adapter(embedded_model, tmp_path, teacher) -> None:
@@ -439,7 +441,7 @@ def test_servers_that_do_not_fit(embedded_model, tmp_path, monkeypatch) -> None:
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("gradient", BY_SHAPE)
 def test_distillation_comes_closer_to_its_teacher(embedded_model, tmp_path, teacher, gradient) -> None:
     """Without any reward; the divergence is logged by turn."""
     trainer = distill(
@@ -455,12 +457,12 @@ def test_distillation_comes_closer_to_its_teacher(embedded_model, tmp_path, teac
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(1.0, [0.8, 0.6, 0.4, 0.2]), (0.5, [0.8, 0.4, 0, 0]), (2, [0.8, 0.4, 0, 0])]
+    ("steps", "expected"), [(1.0, [0.8, 0.4]), (0.5, [0.8, 0]), (2, [0.8, 0.4, 0])], ids=["all", "half", "two"]
 )
 def test_the_coefficient_falls(embedded_model, tmp_path, teacher, steps, expected) -> None:
     """Then the teacher is not read, and the reward's gradient is alone."""
     trainer = make_trainer(
-        embedded_model, tmp_path, teacher=teacher, teacher_coef=0.8, teacher_steps=steps, max_steps=4
+        embedded_model, tmp_path, teacher=teacher, teacher_coef=0.8, teacher_steps=steps, max_steps=len(expected)
     )
     reads, read = [], trainer.teacher._log_probs_of
     trainer.teacher._log_probs_of = lambda *given: reads.append(trainer.teacher.coefficient) or read(*given)

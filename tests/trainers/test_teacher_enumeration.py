@@ -112,18 +112,17 @@ def test_each_gradient_is_that_of_its_target(embedded_model, tmp_path, gradient,
     teacher = policy(1, TEMPERATURE)
     assert probabilities(world).sum().item() == pytest.approx(1.0, abs=1e-12)
     undecayed = 0.7 * target(world, teacher, gradient)
-    for decay in (1.0, 0.5):
+    for decay, packed in ((1.0, False), (0.5, True)):
         targets = {other: 0.7 * target(world, teacher, other, decay) for other in GRADIENTS}
-        for packed in (False, True):
-            trainer = trainer_of(
-                world, teacher, embedded_model, tmp_path, gradient, packed, teacher_coef=0.7, teacher_turn_decay=decay
-            )
-            found = expectation(trainer, world)
-            assert relative_error(found, targets[gradient]) < 1e-6
-            for other in GRADIENTS:  # the same for the two that estimate one divergence
-                far = relative_error(found, targets[other])
-                assert far > 0.02 or other == gradient or {other, gradient} == {IMMEDIATE, REVERSE}
-            assert decay == 1.0 or relative_error(found, undecayed) > 0.02
+        trainer = trainer_of(
+            world, teacher, embedded_model, tmp_path, gradient, packed, teacher_coef=0.7, teacher_turn_decay=decay
+        )
+        found = expectation(trainer, world)
+        assert relative_error(found, targets[gradient]) < 1e-6
+        for other in GRADIENTS:  # the same for the two that estimate one divergence
+            far = relative_error(found, targets[other])
+            assert far > 0.02 or other == gradient or {other, gradient} == {IMMEDIATE, REVERSE}
+        assert decay == 1.0 or relative_error(found, undecayed) > 0.02
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -175,7 +174,7 @@ def test_the_reward_keeps_its_rate(embedded_model, tmp_path, gradient) -> None:
     spread = spread_to_tokens(advantages, world.batch().turn_ids)
     scores = taken(world, world.log_softmax(world.model))
     reward = world.gradient(-(probabilities(world).detach()[:, None] * spread * scores).sum())
-    for step, coefficient in ((0, 0.8), (2, 0.6), (4, 0.4)):
+    for step, coefficient in ((0, 0.8), (4, 0.4)):
         trainer.state.global_step = step
         exact = reward + coefficient * target(world, teacher, gradient)
         assert relative_error(expectation(trainer, world, advantages=advantages), exact) < 1e-6
