@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from games import Gradients, make_trainer
 from ppo_games import make_ppo
 from pretended_gpu import GPU, PretendedGPU, on_gpu
@@ -43,6 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
     caches = [one for one in vars(attention).values() if hasattr(one, "cache_clear")]
     with PretendedGPU() as made:
         yield made
+    AcceleratorState._reset_state(reset_partial_state=True)  # its device is none of the next test's
     for cached in caches:
         cached.cache_clear()
 
