@@ -3261,6 +3261,15 @@ MUTATIONS = [
         'if here else nearest', 'if not here else nearest', "tests/test_other_names.py -k options",
     ),
     Mutation(
+        "an adapter that runs beside the policy is trained", "trainers/arguments.py",
+        "if active != [POLICY]:", "if POLICY not in active:", "tests/trainers/test_mistakes.py -k not_the_policy",
+    ),
+    Mutation(
+        "the critic of an earlier trainer is not used", "adapters/loading.py",
+        "        keep_critic(model, layers)", "        add_critic(model)",
+        "tests/trainers/test_warm_start.py -k second_trainer",
+    ),
+    Mutation(
         "a trainer's unknown argument is not answered", "trainers/arguments.py",
         "if name not in parameters:", "if name in ():", "tests/test_other_names.py -k arguments",
     ),
