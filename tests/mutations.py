@@ -1445,6 +1445,10 @@ MUTATIONS = [
         "tests/trainers/test_passes.py -k other_terms",
     ),
     Mutation(
+        "an entropy bonus is the mean of those of the micro-batches", "step/token_batches.py",
+        "if self._args.use_adaptive_entropy or", "if True or", "tests/trainers/test_invariances.py -k entropy_bonus",
+    ),
+    Mutation(
         "a moving reference is a copy of the policy", "trainers/reference.py",
         "_reference.update(args.ref_model_mixup_alpha)", "_reference.update(1.0)",
         "tests/trainers/test_reference.py -k average",

@@ -19,7 +19,13 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
 
 CASES = {
     # A group spans both processes: four episodes each, eight in a group.
-    "one-group": {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
+    "one-group": {
+        "num_generations": 8,
+        "whiten_advantages": True,
+        "importance_sampling_level": "turn",
+        "beta": 0.1,
+        "entropy_coef": 0.3,
+    },
     "batch-statistics": {"scale_rewards": "batch", "loss_type": "grpo", "advantage_granularity": "trajectory"},
     "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2, "by_hand": True},
     # Some groups are informative and some are not, and with them the ranks.
