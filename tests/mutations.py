@@ -1449,6 +1449,11 @@ MUTATIONS = [
         "if self._args.use_adaptive_entropy or", "if True or", "tests/trainers/test_invariances.py -k entropy_bonus",
     ),
     Mutation(
+        "rewards around a large mean are not named as rounding", "evaluation/diagnosis.py",
+        "spread <= ROUNDING * max(1.0, abs(mean))", "spread <= ROUNDING",
+        "tests/evaluation/test_diagnosis.py -k rounding",
+    ),
+    Mutation(
         "a moving reference is a copy of the policy", "trainers/reference.py",
         "_reference.update(args.ref_model_mixup_alpha)", "_reference.update(1.0)",
         "tests/trainers/test_reference.py -k average",
