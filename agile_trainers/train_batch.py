@@ -354,8 +354,7 @@ def exchange_rows(
     """Exchange rows between the micro-batches of one accumulation window so that each holds rows that belong together.
 
     The window's gradient is a sum over its rows, so only the padding changes, and what is shared. What compares the tokens
-    of a micro-batch would compare those of one length, with which rewards may go: it keeps TRL's random rows. (An entropy
-    bonus is the mean of the micro-batches' means, in which tokens of short rows then weigh more.)
+    of a micro-batch would compare those of one length, with which rewards may go: it keeps TRL's random rows.
 
     Args:
         micro_batches: In the order of the updates, in TRL's form.

@@ -1445,6 +1445,15 @@ MUTATIONS = [
         "tests/trainers/test_passes.py -k other_terms",
     ),
     Mutation(
+        "an entropy bonus is the mean of those of the micro-batches", "step/token_batches.py",
+        "if self._args.use_adaptive_entropy or", "if True or", "tests/trainers/test_invariances.py -k entropy_bonus",
+    ),
+    Mutation(
+        "rewards around a large mean are not named as rounding", "evaluation/diagnosis.py",
+        "spread <= ROUNDING * max(1.0, abs(mean))", "spread <= ROUNDING",
+        "tests/evaluation/test_diagnosis.py -k rounding",
+    ),
+    Mutation(
         "a moving reference is a copy of the policy", "trainers/reference.py",
         "_reference.update(args.ref_model_mixup_alpha)", "_reference.update(1.0)",
         "tests/trainers/test_reference.py -k average",
@@ -3259,6 +3268,15 @@ MUTATIONS = [
     Mutation(
         "a name of another library is answered with the nearest alone", "config/other_names.py",
         'if here else nearest', 'if not here else nearest', "tests/test_other_names.py -k options",
+    ),
+    Mutation(
+        "an adapter that runs beside the policy is trained", "trainers/arguments.py",
+        "if active != [POLICY]:", "if POLICY not in active:", "tests/trainers/test_mistakes.py -k not_the_policy",
+    ),
+    Mutation(
+        "the critic of an earlier trainer is not used", "adapters/loading.py",
+        "        keep_critic(model, layers)", "        add_critic(model)",
+        "tests/trainers/test_warm_start.py -k second_trainer",
     ),
     Mutation(
         "a trainer's unknown argument is not answered", "trainers/arguments.py",

@@ -65,7 +65,7 @@ def add_critic(
 ) -> AdapterRouter:
     """Add the adapter ``critic`` with a value head to a policy, and make the base's ``forward`` return values.
 
-    The critic is freshly initialized. Afterwards
+    The critic is freshly initialized, and replaces one that the model has. Afterwards
     ``model(input_ids=..., attention_mask=..., value_positions=...)`` reads values with the critic's adapter, and with
     ``labels`` and ``fused_lm_head=True`` added it also returns TRL's log-probabilities of the policy, from one call.
 
@@ -106,13 +106,39 @@ def add_critic(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         add_value_head(base)
+        if CRITIC in model.peft_config:
+            model.delete_adapter(CRITIC)
         model.add_adapter(CRITIC, critic, autocast_adapter_dtype=autocast_adapter_dtype)
     for name, parameter in model.named_parameters():
         if belongs_to(name, CRITIC):
             parameter.data = parameter.data.to(weights[0].dtype)
+    return _make_readable(model, top)
+
+
+def keep_critic(model: PeftModel, layers: int | None = None) -> AdapterRouter:
+    """Use the critic that a model has, that of an earlier trainer for example, as :func:`add_critic` does a new one.
+
+    Args:
+        model: The policy, with its critic.
+        layers: See :func:`add_critic`.
+
+    Returns:
+        The router between policy and critic.
+
+    Raises:
+        ValueError: If the critic has no value head, or adapts other layers.
+    """
+    base, config = model.get_base_model(), model.peft_config[CRITIC]
+    if VALUE_HEAD not in (config.modules_to_save or ()):
+        raise ValueError(f"The model's adapter {CRITIC!r} has no {VALUE_HEAD}. Set critic_start='new' to replace it.")
+    _check_layers(config, layers, base.config.get_text_config().num_hidden_layers)
+    return _make_readable(model, None if layers is None else TopLayers(base, layers))
+
+
+def _make_readable(model: PeftModel, top: TopLayers | None) -> AdapterRouter:
     fuse(model)
     router = AdapterRouter(model)
-    _return_values(base, router, top)
+    _return_values(model.get_base_model(), router, top)
     return router
 
 

@@ -21,7 +21,7 @@ from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters.copies import copy_adapter
-from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
+from agile_trainers.adapters.critic import VALUE_HEAD, add_critic, keep_critic
 from agile_trainers.adapters.folders import RECORD, check_no_links, read_record
 from agile_trainers.adapters.lora_settings import (
     REPEATABLE,
@@ -454,9 +454,9 @@ def start_critic(
     Args:
         model: The policy.
         saved: The adapters that the policy was loaded from, if any.
-        start: ``"new"``: fresh weights. ``"policy"``: a copy of the policy's adapter. ``"saved"``: the folder's critic.
-            ``"auto"``: the folder's critic if it holds one, else ``"new"``, or ``"policy"`` if the policy's initialization
-            changed the base (PiSSA, OLoRA).
+        start: ``"new"``: fresh weights. ``"policy"``: a copy of the policy's adapter. ``"saved"``: the folder's critic, or
+            that of the model itself. ``"auto"``: the same if there is one, else ``"new"``, or ``"policy"`` if the policy's
+            initialization changed the base (PiSSA, OLoRA).
         layers: Number of last layers that the critic adapts. Default: all.
         seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
@@ -465,6 +465,9 @@ def start_critic(
         ValueError: If there is no saved critic, or it does not fit the model.
     """
     folder = saved.folders.get(CRITIC) if saved is not None else None
+    if CRITIC in model.peft_config and start in ("auto", "saved"):  # an earlier trainer of this object made it
+        keep_critic(model, layers)
+        return
     if start == "auto" and folder is None:
         # The policy's initialization took a part of the base away, so a new critic would start from a damaged model.
         start = "policy" if changes_base(model.peft_config[POLICY]) else "new"

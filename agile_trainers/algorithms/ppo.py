@@ -61,8 +61,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     critic_start: str = option(
         "auto",
         "Start of the critic's adapter: `new`, `policy` (a copy of the policy's; the value head is new), `saved` (the one "
-        "in the folder `model`), or `auto`: saved if there is one, else new, or a copy of a policy whose initialization "
-        "changed the base (PiSSA, OLoRA).",
+        "of `model`, a folder or a loaded model), or `auto`: saved if there is one, else new, or a copy of a policy whose "
+        "initialization changed the base (PiSSA, OLoRA).",
     )
     critic_layers: int | None = option(
         None,

@@ -34,7 +34,7 @@ from agile_trainers.adapters.folders import (
 )
 from agile_trainers.adapters.loading import SavedAdapters, parent_of, read_config
 from agile_trainers.adapters.lora_settings import lora_settings
-from agile_trainers.adapters.roles import POLICY, REFERENCE, base_model
+from agile_trainers.adapters.roles import REFERENCE, base_model
 from agile_trainers.adapters.untrusted import check_patterns
 from agile_trainers.checkpoints.disclosure import (
     check_public,
@@ -581,7 +581,7 @@ def record_without_environment(
         "environment": None,
         "base_model": {"name": config._name_or_path or None, "commit": getattr(config, "_commit_hash", None)},
         "parent": parent,
-        "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
+        "lora": lora_settings(model.active_peft_config) if isinstance(model, PeftModel) else None,
         "global_step": global_step,
         "versions": package_versions(),
     }

@@ -41,7 +41,7 @@ class TokenBatch:
     share: float
     """Factor from TRL's loss of these rows to their part of the micro-batch's loss."""
     entropy_share: float
-    """The same for the entropy bonus, a mean over tokens."""
+    """The same for the entropy bonus, the mean over the tokens of the update."""
     tokens: float
     """Tokens that are trained on, over all processes: the weight in metrics."""
     weights: dict[str, float] = field(default_factory=dict)
@@ -277,12 +277,23 @@ class TokenBatches:
                 share=part.share_of(whole, loss_type) * _share_of_episode(batch, one, loss_type)
                 if len(one.rows)
                 else 0.0,
-                entropy_share=part.share_of(whole, "bnpo") if len(one.rows) else 0.0,
+                entropy_share=self._entropy_share(part) if len(one.rows) else 0.0,
                 tokens=float(count),
                 part_of=None if one.tokens is None else int(one.rows[0]),
             )
             for part, one, count in zip(parts, chosen, tokens.tolist(), strict=True)
         ]
+
+    def _entropy_share(self, part: TrainBatch) -> float:
+        """Return the factor from TRL's bonus, a mean over the tokens of some rows, to their part of that of the update.
+
+        TRL's ``loss_type="dapo"`` divides by the same number: a micro-batch is one of ``steps_per_generation`` of one
+        process.
+        """
+        if self._args.use_adaptive_entropy or self._args.top_entropy_quantile < 1.0:
+            return 1.0  # TRL's controller and quantile are of a micro-batch
+        micro_batches = self._accelerator.num_processes * self._args.steps_per_generation
+        return float(part.counted.sum().clamp(min=1).double() * micro_batches / part.num_items_in_batch.clamp(min=1))
 
     def split(self, part: Batch, *, divide: bool = True) -> list[Pass]:
         """Split rows into passes, equally many on every process, of which some may be empty.

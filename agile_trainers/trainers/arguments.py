@@ -30,7 +30,7 @@ from agile_trainers.adapters.loading import (
     load_tokenizer,
 )
 from agile_trainers.adapters.lora_settings import explaining_scope, plain_copies
-from agile_trainers.adapters.roles import REFERENCE
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.batch_defaults import decide_learning_rate
@@ -213,7 +213,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], model: Any) -> None:
 
 
 def _check_one_adapter(model: Any, peft_config: Any) -> None:
-    """Reject a model with an adapter inside, on which another would be stacked."""
+    """Reject a model whose adapter is not the policy, and one with an adapter inside, on which another would be stacked."""
     if isinstance(model, str):
         folder = Path(model).expanduser()
         if (folder / "config.json").is_file() and (folder / CONFIG).is_file():
@@ -223,6 +223,8 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
                 "one to continue the adapter, or this one to train the model without it."
             )
         return
+    if isinstance(model, PeftModel):
+        _check_runs_policy(model)
     if peft_config is None or isinstance(model, OnBase):
         return
     if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
@@ -231,6 +233,30 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
             "it. Leave peft_config unset to train the adapter that it has, pass the adapter's folder as model with "
             "merge_lora_configs=True to extend it, or merge it first: model.merge_and_unload()."
         )
+
+
+def _check_runs_policy(model: PeftModel) -> None:
+    """Reject a model that computes with other adapters than the policy's alone: those would be trained, and it saved."""
+    names, active = list(model.peft_config), list(model.active_adapters)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if POLICY not in names:
+        raise ValueError(
+            f"model has the adapter {', '.join(map(repr, names))}, and the policy is the one named {POLICY!r}. Leave "
+            "adapter_name unset where you make or load it: get_peft_model(base, config), or "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True)."
+        )
+    if active != [POLICY]:
+        raise ValueError(
+            f"model runs the adapter {', '.join(map(repr, active)) or 'None'}, and the policy is {POLICY!r} alone. Call "
+            f"model.set_adapter({POLICY!r}); to train another adapter, save it and pass its folder as model."
+        )
+    if any(layer.merged for layer in layers):
+        raise ValueError(
+            "model has its adapter merged into the base, where it gets no gradient. Call model.unmerge_adapter(), or train "
+            "the whole model that model.merge_and_unload() returns."
+        )
+    if any(layer.disable_adapters for layer in layers):
+        raise ValueError("model has its adapter disabled. Call model.enable_adapter_layers().")
 
 
 def _check_files(model: Any, beta: float) -> None:

@@ -388,6 +388,17 @@ def test_answers_that_are_alike_from_the_start_are_a_matter_of_sampling(values: 
         assert found[0].advice.startswith("Raise temperature") == first == ("temperature=0.01" in found[0].evidence)
 
 
+@pytest.mark.parametrize(("mean", "spread", "rounded"), [(0.0, 9e-7, True), (1e6, 0.5, True), (0.0, 2e-6, False)])
+def test_rewards_that_differ_by_rounding_alone_are_told_so(mean: float, spread: float, rounded: bool) -> None:
+    diagnosis, metrics = Diagnosis(Options()), {**HEALTHY, "advantage/zero": 1.0, "success": math.nan}
+    found = [
+        one for step in range(9) for one in diagnosis.look(step, {**metrics, "return/mean": mean, "return/std": spread})
+    ]
+    assert [one.name for one in found] == ["zero_advantage_groups"]
+    assert (f"deviation of {spread:.2g} around {mean:.6g}" in found[0].evidence) == rounded
+    assert found[0].advice.startswith("Multiply the reward") == rounded
+
+
 def test_a_solved_task_that_seeds_do_not_change_is_told_so() -> None:
     for alike, said in ((1.0, True), (0.0, False)):
         (found,) = findings_before({**HEALTHY, "success": 1.0, "seeds_alike": alike}, Options())

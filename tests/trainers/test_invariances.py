@@ -147,6 +147,7 @@ def test_cispos_bound_leaves_a_weight_of_one_alone(embedded_model, tmp_path):
         {"loss_type": "grpo", "advantage_granularity": "trajectory", "whiten_advantages": True},
         {"loss_type": "dr_grpo", "scale_rewards": "batch", "advantage_clip_range": 0.5},
         {"loss_type": "cispo", "importance_sampling_level": "sequence", "beta": 0.1},
+        {"loss_type": "luspo", "entropy_coef": 0.3},
     ],
     ids=lambda c: c["loss_type"],
 )
@@ -169,6 +170,31 @@ def test_micro_batches_and_accumulation_change_nothing(embedded_model, tmp_path,
         assert [r["completion_ids"] for r in records] == [r["completion_ids"] for r in results[0][0]]
         assert len(steps) == 1
         assert relative_error(steps[0], results[0][1][0]) < 1e-5
+
+
+def test_the_entropy_bonus_is_the_mean_over_the_tokens_of_an_update(embedded_model, tmp_path):
+    """Of a plain forward pass, whatever the micro-batches and passes, beside a loss that is a mean over episodes."""
+    trainer = make_trainer(embedded_model, tmp_path)
+    batch = draw_batch(trainer)
+    ids, mask = (torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1) for what in ("ids", "mask"))
+    length = batch["completion_ids"].size(1)
+    log_probs = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1].log_softmax(dim=-1)
+    entropies = -(log_probs.exp() * log_probs).sum(dim=-1)
+    (-entropies[batch["turn_ids"] >= 0].mean()).backward()
+    expected = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    steps = []
+    for changes in (
+        {},
+        {"entropy_coef": 1.0, "sequence_packing": "none", "max_tokens_per_micro_batch": 60},
+        {"entropy_coef": 1.0, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"entropy_coef": 1.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    ):
+        gradients = Gradients()
+        make_trainer(embedded_model, tmp_path, callbacks=[gradients], loss_type="grpo", **changes).train()
+        steps += gradients.steps
+    for gradient in steps[1:]:
+        bonus = {name: both - steps[0][name] for name, both in gradient.items()}
+        assert relative_error(bonus, expected) < 1e-5
 
 
 def test_a_group_shares_its_start_and_nothing_else(embedded_model, tmp_path):

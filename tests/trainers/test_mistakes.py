@@ -217,6 +217,37 @@ def test_a_second_adapter_is_not_stacked(embedded_model: Path, tmp_path: Path) -
         make_trainer(tmp_path / "both", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "mistake", "fix"),
+    [
+        ("mine", lambda model: None, r"adapter 'mine'.*'default'.*adapter_name unset"),
+        ("default", lambda model: model.set_adapter("b"), r"runs the adapter 'b'.*set_adapter\('default'\)"),
+        ("default", lambda model: model.base_model.set_adapter(["default", "b"]), r"'default', 'b'.*set_adapter"),
+        ("default", lambda model: model.merge_adapter(), r"merged.*unmerge_adapter\(\)"),
+        ("default", lambda model: model.disable_adapter_layers(), r"disabled.*enable_adapter_layers\(\)"),
+    ],
+    ids=["another name", "another runs", "two run", "merged", "disabled"],
+)
+def test_an_adapter_that_is_not_the_policy(
+    name: str, mistake: Callable[[Any], None], fix: str, embedded_model: Path, tmp_path: Path
+) -> None:
+    """One that does not run beside the policy is kept, and saved in its own folder."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(embedded_model), LoraConfig(**LORA), adapter_name=name)
+    model.add_adapter("b", LoraConfig(**LORA))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+
+    def make() -> MultiTurnGRPOTrainer:
+        args = MultiTurnGRPOConfig(**settings(tmp_path))
+        return MultiTurnGRPOTrainer(model, args=args, environment=Chatter, processing_class=tokenizer)
+
+    if name == "default":
+        make().save_model()
+        assert (tmp_path / "b" / "adapter_config.json").is_file()
+    mistake(model)
+    with pytest.raises(ValueError, match=f"(?s){fix}"):
+        make()
+
+
 def test_a_word_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     model = make_embedded_model(tmp_path / "model", words=["hello"])
     with pytest.raises(ValueError, match=r"no token for 'start'.*words=.*'\[UNK\]'"):

@@ -19,7 +19,13 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
 
 CASES = {
     # A group spans both processes: four episodes each, eight in a group.
-    "one-group": {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
+    "one-group": {
+        "num_generations": 8,
+        "whiten_advantages": True,
+        "importance_sampling_level": "turn",
+        "beta": 0.1,
+        "entropy_coef": 0.3,
+    },
     # The penalty of the second step is of a policy that has moved.
     "batch-statistics": {
         "scale_rewards": "batch",

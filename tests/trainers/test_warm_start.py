@@ -10,7 +10,7 @@ import torch
 from games import Chatter, settings
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import use_adapter
 
 from agile_trainers import trainers as package
@@ -83,11 +83,12 @@ def change_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def make(name, folder, output_dir, *, peft_config=None, **changes):
+def make(name, model, output_dir, *, peft_config=None, processing_class=None, **changes):
     groups = {} if name in ("PPO", "REINFORCE") else {"num_generations": 4}
     common = {k: v for k, v in settings(output_dir, **changes).items() if k != "num_generations"}
     trainer, config = (getattr(package, f"MultiTurn{name}{part}") for part in ("Trainer", "Config"))
-    return trainer(model=str(folder), args=config(**common, **groups), environment=Chatter, peft_config=peft_config)
+    given = {"environment": Chatter, "peft_config": peft_config, "processing_class": processing_class}
+    return trainer(model=model, args=config(**common, **groups), **given)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "CISPO", "REINFORCE", "PPO"])
@@ -171,6 +172,26 @@ def test_the_critic_starts_from_the_policy(run, tmp_path):
     pairs = [(w, weights[n.replace(f".{POLICY}.", f".{CRITIC}.")]) for n, w in weights.items() if f".{POLICY}." in n]
     assert len(pairs) == 28 and all(torch.equal(*pair) for pair in pairs)
     assert torch.equal(values_of(model), torch.zeros(2, 8))
+
+
+def test_a_second_trainer_of_one_model_has_its_critic(embedded_model, tmp_path):
+    model = get_peft_model(load_base(embedded_model), LoraConfig(**LORA))
+    again = {"processing_class": AutoTokenizer.from_pretrained(embedded_model)}
+    make("PPO", model, tmp_path, **again)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if f".{CRITIC}." in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    values = values_of(model)
+    for start in ("auto", "saved"):
+        second = make("PPO", model, tmp_path, critic_start=start, **again)
+        assert torch.equal(values_of(model), values) and values.any()
+    second.train()
+    assert not torch.equal(values_of(model), values)
+    with pytest.raises(ValueError, match=r"with all layers, and critic_layers is 1.*critic_start='new'"):
+        make("PPO", model, tmp_path, critic_layers=1, **again)
+    make("PPO", model, tmp_path, critic_start="new", critic_layers=1, **again)
+    assert not values_of(model).any()
 
 
 def test_the_critic_starts_anew(run, tmp_path):

@@ -11,7 +11,8 @@ import yaml
 from cards import cards_of
 from datasets import Dataset
 from games import make_trainer, settings
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -85,10 +86,19 @@ def test_the_card_of_the_best_policy_names_its_step(embedded_model, tmp_path):
     assert ": 2 updates." in (tmp_path / "checkpoint-2" / "README.md").read_text()
 
 
+def test_an_adapter_of_any_name_is_saved(embedded_model, tmp_path):
+    """As TRL does; with an environment the policy is "default"."""
+    base = AutoModelForCausalLM.from_pretrained(embedded_model)
+    model = get_peft_model(base, LoraConfig(r=2), adapter_name="mine")
+    args = MultiTurnGRPOConfig(**trl_settings(tmp_path, max_completion_length=4))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    MultiTurnGRPOTrainer(model, distinct_letters, args, train_dataset=ROWS, processing_class=tokenizer).save_model()
+    assert (tmp_path / "mine" / "adapter_config.json").is_file()
+    assert "library_name: peft" in (tmp_path / "README.md").read_text()
+
+
 def test_tools_still_work(embedded_model, tmp_path, monkeypatch):
     """The model is made to call a tool by starting every answer with a scripted call."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call><|im_end|>'
