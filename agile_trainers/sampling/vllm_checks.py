@@ -88,7 +88,7 @@ def check_base_unchanged(model: torch.nn.Module) -> None:
     own = {_stored_name(name): weight for name, weight in base.named_parameters() if _is_whole(weight)}
     for file in _weight_files(base.config):
         with safe_open(file, framework="pt") as stored:
-            for name in own.keys() & set(stored.keys()):
+            for name in sorted(own.keys() & set(stored.keys())):
                 if _differs(own[name].detach(), stored.get_slice(name)):
                     raise ValueError(
                         f"vLLM loads the base from the files that the model names ({base.config._name_or_path!r}), and the "
