@@ -19,6 +19,7 @@ GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 CONFIG=${CONFIG:-accelerate_configs/ddp.yaml}
 export MAIN_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290 # torchrun kills the processes 30 s after SIGTERM otherwise; torch 2.12 or later
 
 # $SLURM_NODEID must be read on each machine, so the command is quoted. It keeps the order of the machines over a requeue
 # only if the node list is the same; a checkpoint on disks of the machines' own (--save_on_each_node) is refused otherwise.

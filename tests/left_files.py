@@ -170,6 +170,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
     result = yield
     if is_worker or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return result
+    for path in set(_SHARED.glob("-tp:*cpushm*")) - _shared_before:
+        with suppress(OSError):  # gone, or another user's
+            if not _is_used(str(path)):  # vLLM's engines on CPUs leave it, and the next could not make its own
+                path.unlink()
     found = [path for path in _shared() if not _is_used(path)]
     for process in sorted(_place.iterdir()):
         found += sorted(_files(process, (*ALLOWED, *_UNTIL_EXIT) if process == _own else ALLOWED))

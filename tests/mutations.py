@@ -2795,6 +2795,37 @@ MUTATIONS = [
         "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
     ),
     Mutation(
+        "a launch of one process hears no signal", "cli/train.py",
+        "launchers.simple_launcher = take_place", "pass", "tests/test_cli.py -k signal_to",
+    ),
+    Mutation(
+        "a rank does not use the time that torchrun gives it", "checkpoints/stopping.py",
+        "\"TORCH_ELASTIC_SHUTDOWN_TIMEOUT\", \"30\"", "\"\", \"5.1\"", "tests/trainers/test_stopping.py -k torchrun",
+    ),
+    Mutation(
+        "a base that was changed in memory is played from its files", "trainers/arguments.py",
+        "check_base_unchanged(model)\n", "pass\n", "tests/trainers/test_vllm_options.py -k files_is_refused",
+    ),
+    Mutation(
+        "a base that was rounded is taken for another", "sampling/vllm_checks.py",
+        "ways = (own.dtype, torch.bfloat16, torch.float16)", "ways = (own.dtype,)",
+        "tests/trainers/test_vllm_options.py -k files_is_refused",
+    ),
+    Mutation(
+        "a weight that is stored in another order is taken for another", "sampling/vllm_checks.py",
+        "return not _equal(own.flatten().sort().values, stored[:].to(own.device).flatten().sort().values)", "return True",
+        "tests/trainers/test_vllm_options.py -k cannot_be_compared",
+    ),
+    Mutation(
+        "the first evaluation finds out that it leaves an environment out", "trainers/mixture.py",
+        "mixture.evaluated(args.num_eval_episodes)", "pass", "tests/trainers/test_mixture.py -k leave_one_out",
+    ),
+    Mutation(
+        "a population finds out late that it leaves an environment out", "populations/population.py",
+        "Mixture(tuple(names), 1).evaluated(args.num_eval_episodes)", "pass",
+        "tests/populations/test_population.py -k leaves",
+    ),
+    Mutation(
         "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
         "end_silent_calls()\n\n", "pass\n\n", "tests/rollout/test_silent_environments.py",
     ),

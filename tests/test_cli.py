@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import trl
@@ -296,6 +297,28 @@ def test_launch_hands_each_option_to_whom_it_belongs(
     assert arguments.num_processes == 2 and arguments.module
     assert arguments.training_script == "agile_trainers.cli.train"
     assert arguments.training_script_args == ["grpo", *own]
+
+
+LAUNCHES = """
+import os, sys
+from accelerate.commands.launch import launch_command_parser
+from agile_trainers.cli.train import start
+
+os.environ["LAUNCHER"] = str(os.getpid())
+start(launch_command_parser().parse_args(["--cpu", *sys.argv[1:]]))
+"""
+STOPS = """
+import os, signal, sys, time
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def test_a_signal_to_a_launch_of_one_process_reaches_the_training(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS, encoding="utf-8")
+    assert forks.run(["-c", LAUNCHES, tmp_path / "stops.py"]).returncode == 143
 
 
 @pytest.mark.parametrize(

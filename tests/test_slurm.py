@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "scontrol": 'test "$*" = "show hostnames gpu[3-4]" && printf "gpu3\\ngpu4\\n"',
     "srun": 'for node in 0 1; do SLURM_NODEID=$node "${@:2}" || exit 1; done',
-    "accelerate": 'printf "%s\\n" "$@" > "launched-$SLURM_NODEID"',
+    "accelerate": 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@" > "launched-$SLURM_NODEID"',
 }
 
 
@@ -32,7 +32,8 @@ def test_each_machine_is_launched_with_its_rank(tmp_path: Path) -> None:
     )
     for rank in (0, 1):
         words = (tmp_path / f"launched-{rank}").read_text(encoding="utf-8").splitlines()
-        assert words.pop(0) == "launch"
+        # Slurm sends SIGTERM 300 s before the end; torchrun passes it on and kills in time for the end.
+        assert (words.pop(0), words.pop(0)) == ("290", "launch")
         options = launch_command_parser().parse_args(words)
         assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 8, rank)
         assert (options.main_process_ip, options.main_process_port) == ("gpu3", 20000 + 77123 % 20000)

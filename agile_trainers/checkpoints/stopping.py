@@ -28,8 +28,8 @@ _SAID = {
 _DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
-GRACE_SECONDS = 25.0
-"""Seconds from SIGTERM to the end of a process under torchrun, which kills it after 30."""
+SPARE_SECONDS = 5.0
+"""Seconds by which a process ends before torchrun would kill it."""
 
 
 class GracefulStop(TrainerCallback):
@@ -173,7 +173,8 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
     """End this process within the grace period after a SIGTERM that torchrun sends because a peer died.
 
     The main thread may wait for that peer in a collective, where no Python signal handler runs; so a thread waits for the
-    signal. Outside torchrun the sender of SIGTERM sets the grace period.
+    signal. Outside torchrun the sender of SIGTERM sets the grace period. Before torch 2.12, torchrun does not
+    read the variable and kills after 30 s.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
@@ -181,10 +182,11 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
     ours, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     done = threading.Event()
+    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - SPARE_SECONDS
 
     def watch() -> None:
         while (received := ours.recv(1)) != b"":
-            if received[0] == signal.SIGTERM and not done.wait(GRACE_SECONDS):
+            if received[0] == signal.SIGTERM and not done.wait(grace):
                 os._exit(TERMINATED)
 
     before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)

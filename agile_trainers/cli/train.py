@@ -5,6 +5,7 @@ line and from ``--config file.yaml``. Options of ``accelerate launch`` (``--num_
 file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) start the training through ``accelerate launch``.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -243,11 +244,29 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
             file=sys.stderr,
         )
     if launch is not None:
-        from accelerate.commands.launch import launch_command
-
-        launch_command(launch)
+        start(launch)
     else:
         train(algorithm, *parsed)
+
+
+def start(launch: argparse.Namespace) -> None:
+    """Start the processes of ``accelerate launch``; a single one takes this one's place.
+
+    accelerate would wait for a child, and SIGTERM would end the wait alone: training would go on without a parent.
+
+    Args:
+        launch: The parsed options of ``accelerate launch``.
+    """
+    from accelerate.commands import launch as launchers
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    def take_place(options: argparse.Namespace) -> None:
+        command, environment = prepare_simple_launcher_cmd_env(options)
+        sys.stdout.flush()
+        os.execvpe(command[0], command, environment)
+
+    launchers.simple_launcher = take_place
+    launchers.launch_command(launch)
 
 
 def parse_checked(algorithm: str, options: Sequence[str]) -> Any:

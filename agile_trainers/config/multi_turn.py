@@ -215,9 +215,9 @@ class MultiTurnConfig(GRPOConfig):
     skip_zero_advantage: str = option(
         "auto",
         "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay; "
-        "TRL's metrics (entropy, clip ratios) are over the remaining episodes. `auto` does so unless something trains "
-        "them: `beta` with `kl_placement=loss`, a teacher, an entropy bonus or quantile, a router's auxiliary loss, a "
-        "critic.",
+        "TRL's metrics (entropy, clip ratios) are over the remaining episodes, and where a process's micro-batch has none "
+        "over the shortest in it. `auto` does so unless something trains them: `beta` with `kl_placement=loss`, a teacher, "
+        "an entropy bonus or quantile, a router's auxiliary loss, a critic.",
     )
     max_tokens_per_micro_batch: int | None = option(
         None,

@@ -85,6 +85,7 @@ from agile_trainers.populations.selection import (
     strategy_of,
     with_failures,
 )
+from agile_trainers.rollout.seeds import Mixture
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.reward import listed_functions
 from agile_trainers.trainers.mixture import names_of
@@ -194,6 +195,8 @@ class Population:
         _check(trainer, model, args, members, fitness, measures, max_episodes, max_hours, eval_dataset, peft_config)
         self._space = search_space(type(args), hyperparameters)
         _check_values(args, self._space, names_of(environment))
+        if eval_dataset is None and (names := names_of(environment)):
+            Mixture(tuple(names), 1).evaluated(args.num_eval_episodes)
         self.output_dir = Path(args.output_dir)
         """The population's folder."""
         self._args, self._members, self._seed = args, members, seed

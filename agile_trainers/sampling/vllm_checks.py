@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftType
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from agile_trainers.adapters.lora_settings import NOT_LORA_SETTINGS, changes_base
@@ -25,6 +28,8 @@ _SERVED = NOT_LORA_SETTINGS | {
     "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 """LoRA settings that vLLM reads, that the weights contain, or that only affect training."""
+_COMPARED = 1 << 16
+"""Numbers of each weight of a base that are compared with its files, at first."""
 
 
 def longest_served(
@@ -62,6 +67,75 @@ def base_source(model: torch.nn.Module) -> str:
             "`save_pretrained` and pass the folder as `model`, or set use_vllm=False."
         )
     return str(name)
+
+
+def check_base_unchanged(model: torch.nn.Module) -> None:
+    """Refuse the base of an adapter that was changed since it was loaded: vLLM loads it from the files that it names.
+
+    The first numbers of each weight are compared with those of the same name in the files, and all where these differ.
+    Nothing is compared of quantized models, of weights that are sharded already, and of those that transformers renamed or
+    reshaped.
+
+    Args:
+        model: The base, or the policy with its adapters.
+
+    Raises:
+        ValueError: If a weight is another.
+    """
+    base = base_model(model)
+    if quantization_name(base) is not None:
+        return
+    own = {_stored_name(name): weight for name, weight in base.named_parameters() if _is_whole(weight)}
+    for file in _weight_files(base.config):
+        with safe_open(file, framework="pt") as stored:
+            for name in sorted(own.keys() & set(stored.keys())):
+                if _differs(own[name].detach(), stored.get_slice(name)):
+                    raise ValueError(
+                        f"vLLM loads the base from the files that the model names ({base.config._name_or_path!r}), and the "
+                        f"model that was passed holds other weights ({name}): it would sample from another policy. Save the "
+                        "base with save_pretrained(folder) and pass the folder as `model`, or set use_vllm=False."
+                    )
+
+
+def _weight_files(config: Any) -> list[Path]:
+    """List the safetensors files that a model was loaded from, as far as they are on this machine."""
+    name, commit = str(config._name_or_path), getattr(config, "_commit_hash", None)
+    folder = Path(name)
+    if not folder.is_dir():
+        found = try_to_load_from_cache(name, "config.json", revision=commit) if name else None
+        if not isinstance(found, str):
+            return []
+        folder = Path(found).parent
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+
+
+def _stored_name(name: str) -> str:
+    """Return the name of a weight without what PEFT's layers add."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _is_whole(weight: torch.Tensor) -> bool:
+    """Return whether this process holds all of a weight, and it is no single number."""
+    elsewhere = weight.is_meta or isinstance(weight, DTensor) or hasattr(weight, "ds_id")
+    return not elsewhere and weight.dim() > 0 and weight.numel() > 0
+
+
+def _differs(own: torch.Tensor, stored: Any) -> bool:
+    """Return whether a weight is none of the roundings of a stored one, nor these in another order."""
+    if list(own.shape) != stored.get_shape() or stored.get_dtype() not in ("F16", "BF16", "F32", "F64"):
+        return False
+    rows = max(1, _COMPARED // own[0].numel())
+    if _equal(own[:rows], stored[:rows]):
+        return False
+    # Some models store the same numbers permuted.
+    return not _equal(own.flatten().sort().values, stored[:].to(own.device).flatten().sort().values)
+
+
+def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Return whether a tensor is a stored one in its dtype, which it may have got by way of half precision."""
+    ways = (own.dtype, torch.bfloat16, torch.float16)
+    return any(torch.equal(own, stored.to(own.device, way).to(own.dtype)) for way in ways)
 
 
 def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:

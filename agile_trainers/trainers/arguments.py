@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
@@ -37,6 +37,7 @@ from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.other_names import OTHER_NAMES, meant
 from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
 from agile_trainers.imports import nearest
+from agile_trainers.sampling.vllm_checks import check_base_unchanged
 from agile_trainers.step.reward import listed_functions
 
 _ROWS = (
@@ -113,9 +114,9 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
 
     Raises:
         TypeError: For an argument of the wrong kind.
-        ValueError: For an argument that an environment replaces, a model that cannot be found, has an adapter already or
-            names no files for its reference, a tokenizer without an end of turn, or an ``output_dir`` that is a file or
-            the model's own folder.
+        ValueError: For an argument that an environment replaces, a model that cannot be found, has an adapter already,
+            names no files for its reference, or is not in the files that vLLM would load, a tokenizer without an end of
+            turn, or an ``output_dir`` that is a file or the model's own folder.
     """
     config = trainer.config_class
     if not isinstance(args, config):
@@ -147,6 +148,10 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
     _check_one_adapter(model, given["peft_config"])
     if args.beta != 0.0 and given["peft_config"] is None:
         _check_files(model, args.beta)
+    if args.use_vllm and (
+        isinstance(model, PeftModel) or (isinstance(model, PreTrainedModel) and given["peft_config"])
+    ):
+        check_base_unchanged(model)
     tokenizer = given["processing_class"]
     if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise ValueError(

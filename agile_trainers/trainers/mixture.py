@@ -53,7 +53,7 @@ def first_rows(
 
     Raises:
         ValueError: If a row names no environment or an unknown one, or no row is for one of
-            the environments.
+            the environments, or evaluations would play one of them in no episode.
     """
     if mixture is None:
         return {None: None if train_rows is None else dict(next(iter(train_rows), {}))}
@@ -62,6 +62,8 @@ def first_rows(
             f"remove_unused_columns=True drops the column {COLUMN!r}, which says which of the environments each row is for. "
             "Set remove_unused_columns=False."
         )
+    if eval_rows is None and args.eval_strategy != "no":
+        mixture.evaluated(args.num_eval_episodes)
     parts = eval_rows.items() if isinstance(eval_rows, Mapping) else [(None, eval_rows)]
     found: dict[str, dict[str, Any]] = {}
     for name, rows in parts:

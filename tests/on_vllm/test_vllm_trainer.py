@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recorded import recorded
 
@@ -81,6 +83,15 @@ def test_ten_updates_move_the_adapter_alone(
         print(
             f"\nmoved before each of 10 updates: {adapter} bytes; a full sync: {full}, {full / adapter:.1f} times as many"
         )
+
+
+def test_making_an_engine_leaves_the_random_state_of_the_run(embedded_model: Path, tmp_path: Path) -> None:
+    """vLLM sets its own seed, the same on all ranks, from which dropout and a critic would be drawn whatever ``seed`` is."""
+    drawn = []
+    for use_vllm in (False, True):
+        with make_trainer(embedded_model, tmp_path, seed=3, use_vllm=use_vllm, stop_strings=None):
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
 
 
 def test_a_success_is_replayed_and_counts_as_no_mismatch(embedded_model: Path, tmp_path: Path) -> None:

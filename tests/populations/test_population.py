@@ -715,6 +715,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("eval_dataset must be one data set", {"eval_dataset": {"a": [{"x": 1}]}}),
+    ("num_eval_episodes=1 leaves some", {"environment": {"a": Talk, "b": Talk}, "num_eval_episodes": 1}),
 ]
 
 

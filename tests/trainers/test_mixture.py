@@ -268,6 +268,13 @@ def test_rows_to_evaluate_on_are_checked_too(embedded_model, tmp_path):
         make_trainer(embedded_model, tmp_path, environment=BOTH, eval_dataset=wrong)
 
 
+def test_evaluations_that_leave_one_out_are_refused(embedded_model, tmp_path):
+    with pytest.raises(ValueError, match="num_eval_episodes=1 leaves some of the 2 environments"):
+        make_trainer(
+            embedded_model, tmp_path, environment=BOTH, eval_strategy="steps", eval_steps=1, num_eval_episodes=1
+        )
+
+
 def test_columns_that_would_be_removed_are_not_looked_for(embedded_model, tmp_path):
     rows = Dataset.from_list([{"environment": name, "prompt": "?"} for name in BOTH])
     with pytest.raises(ValueError, match=r"remove_unused_columns=True.*'environment'"):

@@ -95,7 +95,6 @@ LONELY = """
 import os, signal, sys, threading
 from agile_trainers.checkpoints import stopping
 
-stopping.GRACE_SECONDS = 0.1
 read, write = os.pipe()  # nothing is ever written: what waits for it waits like a collective whose peer is gone
 with stopping._end_if_a_peer_is_gone():
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -106,15 +105,15 @@ with stopping._end_if_a_peer_is_gone():
 """
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_under_torchrun_a_rank_ends_although_its_peer_never_answers(launched):
-    """Elsewhere it waits: whoever sent the signal decides how long."""
-    own = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"} if launched else {"WORLD_SIZE": "2"}
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE")
-    }
-    done = run(["-c", LONELY, "60" if launched else "1"], env={**environment, **own})
-    assert done.returncode == (stopping.TERMINATED if launched else 7), done.stderr
+@pytest.mark.parametrize(("launched", "seconds"), [(True, "5.1"), (True, "20"), (False, "5.1")])
+def test_under_torchrun_a_rank_ends_although_its_peer_never_answers(launched, seconds):
+    """Shortly before torchrun kills it. Elsewhere it waits: whoever sent the signal decides how long."""
+    own = {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    environment |= {**own, "WORLD_SIZE": "2", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
+    ends = launched and seconds == "5.1"
+    done = run(["-c", LONELY, "60" if ends else "1"], env=environment)
+    assert done.returncode == (stopping.TERMINATED if ends else 7), done.stderr
     assert stopping.TERMINATED == 143
 
 

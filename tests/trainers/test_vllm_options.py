@@ -20,6 +20,7 @@ from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.started_server import gpus_of_server, server_command
 from agile_trainers.sampling.vllm_checks import (
     base_source,
+    check_base_unchanged,
     check_batch_invariant,
     check_server,
     check_slots,
@@ -258,6 +259,40 @@ def test_where_the_base_comes_from(embedded_model: Path) -> None:
     small = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 8, "vocab_size": 8, "num_hidden_layers": 1}
     with pytest.raises(ValueError, match="this one was made in memory"):
         base_source(AutoModelForCausalLM.from_config(type(model.config)(**small)))
+
+
+def test_a_base_that_is_not_that_of_its_files_is_refused(embedded_model: Path, tmp_path: Path) -> None:
+    """vLLM would play the files."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    policy = get_peft_model(model.float(), LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]))
+    check_base_unchanged(policy)  # rounded, but no other
+    weight = model.model.layers[1].mlp.down_proj.weight
+    for folder in (embedded_model, tmp_path / "shards"):
+        model.config._name_or_path = str(folder)
+        check_base_unchanged(policy)
+        with torch.no_grad():
+            weight[0, 0] += 0.01
+        with pytest.raises(ValueError, match=r"holds other weights \(model.layers.1.mlp.down_proj.weight\)"):
+            make_trainer(policy, tmp_path / "run", lora=False, use_vllm=True, stop_strings=None)
+        with torch.no_grad():
+            weight.copy_(AutoModelForCausalLM.from_pretrained(folder).model.layers[1].mlp.down_proj.weight)
+        if folder == embedded_model:
+            weight.data = weight.data.bfloat16().float()
+
+
+def test_a_base_that_cannot_be_compared_is_taken(embedded_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(embedded_model)
+    with torch.no_grad():
+        for weight in model.parameters():  # as transformers turns those of some models
+            weight.copy_(weight.flip(0))
+    check_base_unchanged(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    model.config.quantization_config = {"quant_method": "gptq"}
+    check_base_unchanged(model)
 
 
 def test_the_sampler_computes_in_what_the_trainer_computes_in(embedded_model: Path) -> None:

@@ -47,6 +47,7 @@ from agile_trainers.rollout.generators.base import (
 from agile_trainers.rollout.generators.images import ImageReader, ImageRun
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost, write_adapter
+from agile_trainers.rollout.seeds import preserved_random_state
 
 TEMPERATURES = 0.01, 2.0
 """Bounds of vLLM's temperature: it raises lower values to the first and rejects values above the second."""
@@ -95,7 +96,8 @@ class VllmEngine(AdapterHost[LoRARequest]):
             more |= {"enforce_eager": True, "block_size": 32}
             chunks = False
         _collect()  # an engine whose trainer has been deleted may not have gone yet
-        with _launched_as(*process), _groups.used_by_engine():
+        # vLLM seeds the generators of the whole process, the trainer's, with its own seed.
+        with _launched_as(*process), _groups.used_by_engine(), preserved_random_state():
             arguments = EngineArgs(
                 model=model,
                 dtype=str(dtype).removeprefix("torch."),
