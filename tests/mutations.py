@@ -1149,6 +1149,12 @@ MUTATIONS = [
         "(?!<\\|)", "", "tests/trainers/test_secrets.py -k words",
     ),
     Mutation(
+        "a pushed template has no special tokens", "checkpoints/disclosure.py",
+        '_KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)',
+        '_KEY = re.compile("|".join(f"({form})" for form in (*_KEYS.values(), *_VALUES)), re.DOTALL)',
+        "tests/trainers/test_secrets.py -k special_tokens_of",
+    ),
+    Mutation(
         "processors stay at home", "checkpoints/disclosure.py",
         ' "processor_config.json",', "", "tests/trainers/test_image_runs.py -k pushed",
     ),
