@@ -3286,8 +3286,30 @@ MUTATIONS = [
     ),
     Mutation(
         "what the Hub answers is taken for no connection", "checkpoints/hub.py",
-        "        if isinstance(raised, HfHubHTTPError):  # the Hub has answered\n            raise\n", "",
+        "if isinstance(raised, HfHubHTTPError) and not _may_pass(raised):  # the Hub has refused", "if False:",
         "tests/trainers/test_hub.py -k refuses",
+    ),
+    Mutation(
+        "a pushed checkpoint keeps another run's reference", "checkpoints/hub.py",
+        'return ["*"]', "return None", "tests/trainers/test_hub.py -k file_of_another_run",
+    ),
+    Mutation(
+        "an adapter deletes its base from the Hub", "checkpoints/hub.py",
+        'if (folder / "adapter_config.json").is_file() or not', "if not", "tests/trainers/test_hub.py -k file_of_another_run",
+    ),
+    Mutation(
+        "an unlisted reference is loaded", "checkpoints/integrity.py",
+        "path.parts[0] in (REFERENCE, CRITIC) or ", "", "tests/adapters/test_strangers.py -k does_not_list",
+    ),
+    Mutation(
+        "nobody makes the branch of a push", "checkpoints/hub.py",
+        "create_branch(name, branch=revision, token=token, exist_ok=True)", "return",
+        "tests/trainers/test_hub.py -k branch",
+    ),
+    Mutation(
+        "the last push has one attempt", "checkpoints/hub.py",
+        'return retried(f"to {name} ({message!r})", lambda: attempt(staged))', "return attempt(staged)",
+        "tests/trainers/test_hub.py -k tried_again",
     ),
     Mutation(
         "a push that failed is forgotten", "checkpoints/hub.py",
