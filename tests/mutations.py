@@ -1164,6 +1164,15 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k what_a_run_writes",
     ),
     Mutation(
+        "a data set's name is that of a file", "monitor/rollout_log.py",
+        "{file_part(prefix)}", "{prefix}", "tests/trainers/test_evaluation.py -k any_name",
+    ),
+    Mutation(
+        "two data sets of alike names are one", "records/writer.py",
+        "if plain == name and len(name) <= _LONGEST:", "if len(name) <= _LONGEST:\n        return plain\n    if False:",
+        "tests/viewer/test_page.py -k any_names",
+    ),
+    Mutation(
         "processes share the name of an unfinished image", "records/writer.py",
         'replacing(path, f"-rank{self._rank}")', "replacing(path)", "tests/rollout/test_images.py -k at_once",
     ),
@@ -3295,7 +3304,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an adapter deletes its base from the Hub", "checkpoints/hub.py",
-        'if (folder / "adapter_config.json").is_file() or not', "if not", "tests/trainers/test_hub.py -k file_of_another_run",
+        'if (folder / "adapter_config.json").is_file() or not', "if not", "tests/trainers/test_hub.py -k of_another_run",
     ),
     Mutation(
         "an unlisted reference is loaded", "checkpoints/integrity.py",

@@ -181,7 +181,9 @@ def test_a_signed_folder_to_which_something_was_added(checkpoint: Path, kind: st
         check_complete(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["ref/model.safetensors", "ref/adapter_config.json", "teacher/adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["ref/model.safetensors", "ref/adapter_config.json", "teacher/adapter_model.safetensors"]
+)
 def test_an_adapter_that_the_marker_does_not_list_is_refused(checkpoint: Path, name: str) -> None:
     """On the Hub, those of an earlier run may lie beside a checkpoint. Other files may be added."""
     (checkpoint / "ref").mkdir()

@@ -196,7 +196,12 @@ def test_a_pushed_checkpoint_has_no_file_of_another_run(hub, tmp_path):
     """Of the main folder, a whole model takes the adapter's place; an adapter leaves what may be its base."""
     pushed = []
     for names in (
-        ("adapter_config.json", "adapter_model.safetensors", "ref/adapter_config.json", "ref/adapter_model.safetensors"),
+        (
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "ref/adapter_config.json",
+            "ref/adapter_model.safetensors",
+        ),
         ("adapter_config.json", "adapter_model.safetensors"),
         ("config.json", "model.safetensors"),
         ("adapter_config.json", "adapter_model.safetensors"),

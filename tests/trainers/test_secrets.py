@@ -262,15 +262,15 @@ def test_what_the_diagnosis_remembers_of_episodes_does_not_leave(tmp_path: Path)
     assert read_json(position) == {"position": 1, "watch": {}, "tasks": {}}
 
 
-def test_special_tokens_of_templates_and_processors_are_pushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_special_tokens_of_templates_and_processors_are_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of known forms alone are masked there, and told; an untouched file has the same bytes."""
     said: list[str] = []
     monkeypatch.setattr(
         "agile_trainers.checkpoints.disclosure.logger.warning", lambda text, *rest: said.append(text % rest)
     )
-    template = "{%- set bos_token = '<seed:bos>' -%}\r\n{% set auth = messages[0] %}{% set toolcall_begin_token='<a:tool>' %}"
+    template = (
+        "{%- set bos_token = '<seed:bos>' -%}\r\n{% set auth = messages[0] %}{% set call_begin_token='<a:tool>' %}"
+    )
     processor = {"image_break_token": "[IMG_BREAK]", "global_image_token": "<global-img>", "size": [{"height": 2}]}
     (tmp_path / "chat_template.jinja").write_bytes(template.encode())
     write_json(tmp_path / "processor_config.json", processor)
