@@ -122,7 +122,7 @@ _KEYS = {
     "user part of an address": r"(?<=://)[^/@\s\"']+(?=@)",
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
 }
-"""What is a secret by itself, wherever it stands: the name of each form, and its pattern without groups."""
+"""Secrets that are known by themselves, wherever they stand: the name of each form, and its pattern without groups."""
 _VALUES = (
     # Headers, parameters of an address, and values of at least eight characters as JSON, YAML and shells write them.
     rf"(?P<header>\b(?i:bearer|basic)\s+){_NO_WORDS}[\w+/=.~\-]{{12,}}",
@@ -130,7 +130,7 @@ _VALUES = (
     r"(?P<name>(?i:" + _NAMES + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
     r"(?:(?P<quote>\\?[\"'])(?!<\|)[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
 )  # fmt: skip
-"""What the word before it makes a secret. In a template that may be a special token: ``bos_token = '<seed:bos>'``."""
+"""Secrets that are known by the word before them. In a template such a value may be a special token (``bos_token``)."""
 _KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)
 _SECRET = re.compile("|".join((*_KEYS.values(), *_VALUES)), re.DOTALL)
 _NAMED = re.compile(rf"(?![a-z]{{3,5}}_token$)[\w\-.]*(?:{_NAMES})s?", re.IGNORECASE)

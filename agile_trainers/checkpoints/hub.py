@@ -419,7 +419,7 @@ def _replaced(folder: Path, path_in_repo: str | None) -> list[str] | None:
     """
     if path_in_repo is not None:
         return ["*"]
-    if (folder / "adapter_config.json").is_file() or not any(folder.glob("model*.safetensors")):
+    if not any(folder.glob("model*.safetensors")):
         return None
     return ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"]
 
