@@ -1149,6 +1149,12 @@ MUTATIONS = [
         "(?!<\\|)", "", "tests/trainers/test_secrets.py -k words",
     ),
     Mutation(
+        "a pushed template has no special tokens", "checkpoints/disclosure.py",
+        '_KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)',
+        '_KEY = re.compile("|".join(f"({form})" for form in (*_KEYS.values(), *_VALUES)), re.DOTALL)',
+        "tests/trainers/test_secrets.py -k special_tokens_of",
+    ),
+    Mutation(
         "processors stay at home", "checkpoints/disclosure.py",
         ' "processor_config.json",', "", "tests/trainers/test_image_runs.py -k pushed",
     ),
@@ -1156,6 +1162,15 @@ MUTATIONS = [
         "private values beside a model that is saved elsewhere", "checkpoints/record.py",
         "and folder.resolve() == Path(self._args.output_dir).resolve()", "",
         "tests/trainers/test_secrets.py -k what_a_run_writes",
+    ),
+    Mutation(
+        "a data set's name is that of a file", "monitor/rollout_log.py",
+        "{file_part(prefix)}", "{prefix}", "tests/trainers/test_evaluation.py -k any_name",
+    ),
+    Mutation(
+        "two data sets of alike names are one", "records/writer.py",
+        "if plain == name and len(name) <= _LONGEST:", "if len(name) <= _LONGEST:\n        return plain\n    if False:",
+        "tests/viewer/test_page.py -k any_names",
     ),
     Mutation(
         "processes share the name of an unfinished image", "records/writer.py",
@@ -3329,8 +3344,30 @@ MUTATIONS = [
     ),
     Mutation(
         "what the Hub answers is taken for no connection", "checkpoints/hub.py",
-        "        if isinstance(raised, HfHubHTTPError):  # the Hub has answered\n            raise\n", "",
+        "if isinstance(raised, HfHubHTTPError) and not _may_pass(raised):  # the Hub has refused", "if False:",
         "tests/trainers/test_hub.py -k refuses",
+    ),
+    Mutation(
+        "a pushed checkpoint keeps another run's reference", "checkpoints/hub.py",
+        'return ["*"]', "return None", "tests/trainers/test_hub.py -k file_of_another_run",
+    ),
+    Mutation(
+        "an adapter deletes its base from the Hub", "checkpoints/hub.py",
+        'if not any(folder.glob("model*.safetensors")):', "if False:", "tests/trainers/test_hub.py -k of_another_run",
+    ),
+    Mutation(
+        "an unlisted reference is loaded", "checkpoints/integrity.py",
+        "path.parts[0] in (REFERENCE, CRITIC) or ", "", "tests/adapters/test_strangers.py -k does_not_list",
+    ),
+    Mutation(
+        "nobody makes the branch of a push", "checkpoints/hub.py",
+        "create_branch(name, branch=revision, token=token, exist_ok=True)", "return",
+        "tests/trainers/test_hub.py -k branch",
+    ),
+    Mutation(
+        "the last push has one attempt", "checkpoints/hub.py",
+        'return retried(f"to {name} ({message!r})", lambda: attempt(staged))', "return attempt(staged)",
+        "tests/trainers/test_hub.py -k tried_again",
     ),
     Mutation(
         "a push that failed is forgotten", "checkpoints/hub.py",

@@ -95,28 +95,44 @@ _NAMES = (
 )
 _NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]|\.[\w\-]))"
 """A look ahead that refuses words, as in the names of environments and models (``key-door-v2``)."""
-_FORMS = (
+_KEYS = {
     # Each is tried at every place of a text: none may read far ahead from many places, or long texts take hours.
-    # Keys with the prefixes that services give them.
-    r"\bhf_[A-Za-z0-9]{16,}", rf"\b[srp]k[-_]{_NO_WORDS}[\w\-]{{16,}}", r"\bgh[pousr]_[A-Za-z0-9]{16,}",
-    r"\bgithub_pat_\w{16,}",
-    r"\bgl[a-z]{2,4}-[\w\-]{16,}", r"\bxox[a-z]-[\w\-]{8,}", r"\bxapp-[\w\-]{8,}", r"\bA(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",
-    r"\bAIza[\w\-]{20,}", r"\bya29\.[\w\-.]{16,}", r"\bGOCSPX-[\w\-]{16,}", r"\bnpm_[A-Za-z0-9]{16,}", r"\bpypi-[\w\-]{16,}",
-    r"\bdo[opr]_v1_[a-f0-9]{16,}", r"\bSG\.[\w\-]{8,}\.[\w\-]{8,}", r"\bwhsec_[\w+/=]{16,}", r"\bdapi[a-f0-9]{16,}",
-    r"\b(?:gsk|r8|shp[a-z]{2}|lin_api|secret|fig[dm]|ntn|sq0[a-z]{3}|nvapi|pcsk|tgp_v1|key)[-_]"
-    rf"{_NO_WORDS}[\w\-]{{16,}}",
-    r"\bSK[a-f0-9]{32}\b", r"\bAGE-SECRET-KEY-1[A-Z0-9]{16,}", r"\bhvs\.[\w\-]{16,}", r"\b\d{8,10}:[\w\-]{30,}",
-    r"(?<=hooks\.slack\.com/services/)[\w/]{8,}", r"(?<=/api/webhooks/)[\w/\-]{8,}",
-    # JSON Web Tokens, private keys, the user part of an address, headers.
-    r"(?<![\w\-])eyJ[\w\-]{6,}\.[\w\-]{6,}(?:\.[\w\-]*)?", r"(?<=://)[^/@\s\"']+(?=@)",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    "hf_": r"\bhf_[A-Za-z0-9]{16,}",
+    "sk-, pk- or rk-": rf"\b[srp]k[-_]{_NO_WORDS}[\w\-]{{16,}}",
+    "GitHub": r"\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",
+    "GitLab": r"\bgl[a-z]{2,4}-[\w\-]{16,}",
+    "Slack": r"\bxox[a-z]-[\w\-]{8,}|\bxapp-[\w\-]{8,}|(?<=hooks\.slack\.com/services/)[\w/]{8,}",
+    "AWS": r"\bA(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",
+    "Google": r"\bAIza[\w\-]{20,}|\bya29\.[\w\-.]{16,}|\bGOCSPX-[\w\-]{16,}",
+    "npm_": r"\bnpm_[A-Za-z0-9]{16,}",
+    "pypi-": r"\bpypi-[\w\-]{16,}",
+    "DigitalOcean": r"\bdo[opr]_v1_[a-f0-9]{16,}",
+    "SendGrid": r"\bSG\.[\w\-]{8,}\.[\w\-]{8,}",
+    "webhook": r"\bwhsec_[\w+/=]{16,}|(?<=/api/webhooks/)[\w/\-]{8,}",
+    "Databricks": r"\bdapi[a-f0-9]{16,}",
+    "a service's prefix": (
+        r"\b(?:gsk|r8|shp[a-z]{2}|lin_api|secret|fig[dm]|ntn|sq0[a-z]{3}|nvapi|pcsk|tgp_v1|key)[-_]"
+        rf"{_NO_WORDS}[\w\-]{{16,}}"
+    ),
+    "Twilio": r"\bSK[a-f0-9]{32}\b",
+    "age": r"\bAGE-SECRET-KEY-1[A-Z0-9]{16,}",
+    "Vault": r"\bhvs\.[\w\-]{16,}",
+    "Telegram": r"\b\d{8,10}:[\w\-]{30,}",
+    "JSON Web Token": r"(?<![\w\-])eyJ[\w\-]{6,}\.[\w\-]{6,}(?:\.[\w\-]*)?",
+    "user part of an address": r"(?<=://)[^/@\s\"']+(?=@)",
+    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+}
+"""Secrets that are known by themselves, wherever they stand: the name of each form, and its pattern without groups."""
+_VALUES = (
+    # Headers, parameters of an address, and values of at least eight characters as JSON, YAML and shells write them.
     rf"(?P<header>\b(?i:bearer|basic)\s+){_NO_WORDS}[\w+/=.~\-]{{12,}}",
-    # Parameters of an address, and values of at least eight characters as JSON, YAML and shells write them, by their name.
     r"(?P<parameter>[?&;][\w\-]*(?i:key|token|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)s?=)[^\s&\"'<>]+",
     r"(?P<name>(?i:" + _NAMES + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
     r"(?:(?P<quote>\\?[\"'])(?!<\|)[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
 )  # fmt: skip
-_SECRET = re.compile("|".join(_FORMS), re.DOTALL)
+"""Secrets that are known by the word before them. In a template such a value may be a special token (``bos_token``)."""
+_KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)
+_SECRET = re.compile("|".join((*_KEYS.values(), *_VALUES)), re.DOTALL)
 _NAMED = re.compile(rf"(?![a-z]{{3,5}}_token$)[\w\-.]*(?:{_NAMES})s?", re.IGNORECASE)
 """Names of secrets; those of a tokenizer's special tokens (``eos_token``) are none."""
 
@@ -543,14 +559,44 @@ def _rewrite_state(path: Path) -> None:
     write_json(path, {**numbers(content), "log_history": history, "stateful_callbacks": {}})
 
 
-def _replace(path: Path, text: str) -> None:
-    path.unlink()
-    path.write_text(text, encoding="utf-8")
+def _without_keys(value: Any, forms: set[str]) -> Any:
+    """Copy JSON values with the keys in them masked, and add the names of their forms (:data:`_KEYS`)."""
+    if isinstance(value, str):
+
+        def replaced(found: re.Match[str]) -> str:
+            forms.add(list(_KEYS)[(found.lastindex or 1) - 1])
+            return MASK
+
+        return _KEY.sub(replaced, value)
+    if isinstance(value, dict):
+        return {_without_keys(name, forms): _without_keys(one, forms) for name, one in value.items()}
+    return [_without_keys(one, forms) for one in value] if isinstance(value, list) else value
+
+
+def _mask_keys(path: Path) -> None:
+    """Mask keys of known forms alone, since values by name are special tokens here, and a model needs the file as it is."""
+    forms: set[str] = set()
+    if path.suffix == ".json":
+        content = _without_keys(read_json(path), forms)
+    else:
+        content = _without_keys(path.read_bytes().decode("utf-8"), forms)  # line ends too
+    if not forms:
+        return
+    if path.suffix == ".json":
+        write_json(path, content)
+    else:
+        path.unlink()
+        path.write_bytes(content.encode("utf-8"))
+    logger.warning(
+        "What looks like a secret is masked in the pushed copy of %s (form: %s). The pushed model may differ from yours; "
+        "change the file if it is none.",
+        path.name, ", ".join(sorted(forms)),
+    )  # fmt: skip
 
 
 _REWRITTEN: dict[str, Callable[[Path], None]] = {
-    "**/*.jinja": lambda path: _replace(path, masked(path.read_text(encoding="utf-8"))),
-    "**/*processor_config.json": lambda path: write_json(path, masked(read_json(path))),
+    "**/*.jinja": _mask_keys,
+    "**/*processor_config.json": _mask_keys,
     "trainer_state.json": _rewrite_state,
     POSITION: lambda path: write_json(path, {**read_json(path), "watch": {}, "tasks": {}}),
 }

@@ -12,8 +12,10 @@ from typing import Any
 from huggingface_hub import (
     HfApi,
     auth_check,
+    create_branch,
     get_session,
     is_offline_mode,
+    repo_info,
     set_client_factory,
     upload_folder,
 )
@@ -54,7 +56,7 @@ from agile_trainers.checkpoints.disclosure import (
 logger = logging.get_logger(__name__)
 
 WAITS = (2.0, 10.0, 60.0)
-"""Seconds of waiting before the second, third and fourth attempt of a push in the background."""
+"""Seconds of waiting before the second, third and fourth attempt of a push."""
 SILENCE_SECONDS = 300.0
 """Timeout for an answer of the Hub; the client of ``huggingface_hub`` has none."""
 _NOT_PUSHED = (PRIVATE, "checkpoint-*", "rollouts/*", "*.bin")
@@ -62,7 +64,7 @@ _NOT_PUSHED = (PRIVATE, "checkpoint-*", "rollouts/*", "*.bin")
 
 
 class HubUnreachableError(ConnectionError):
-    """Raised when nothing can be pushed, since the Hub cannot be reached; the message says how to push later."""
+    """Raised when nothing can be pushed, since the Hub cannot be reached or fails; the message says how to push later."""
 
 
 @contextmanager
@@ -79,13 +81,19 @@ def reporting_unreachable(name: str, folder: str | Path | None = None) -> Iterat
     try:
         yield
     except (HTTPError, ConnectionError) as raised:
-        if isinstance(raised, HfHubHTTPError):  # the Hub has answered
+        if isinstance(raised, HfHubHTTPError) and not _may_pass(raised):  # the Hub has refused
+            if folder is not None:
+                raised.add_note(f"Nothing was pushed to {name}. The model is in {folder}.")
             raise
         error: BaseException = raised
         if isinstance(error, HubUnreachableError) and error.__cause__ is not None:
             error = error.__cause__  # of a block inside
-        offline = isinstance(error, OfflineModeIsEnabled)
-        reason = "HF_HUB_OFFLINE=1" if offline else f"the Hub cannot be reached ({str(error) or type(error).__name__})"
+        if isinstance(error, OfflineModeIsEnabled):
+            reason = "HF_HUB_OFFLINE=1"
+        elif isinstance(error, HfHubHTTPError):
+            reason = f"the Hub failed ({_reason(error)})"
+        else:
+            reason = f"the Hub cannot be reached ({str(error) or type(error).__name__})"
         if folder is None:
             raise HubUnreachableError(
                 f"Cannot push to {name}: {reason}. Connect to it, or set HF_HUB_OFFLINE=1 to train now and push later, or "
@@ -148,19 +156,8 @@ class BackgroundPushes(PushInProgress):
             self.failures = []
 
     def _push(self, what: str, folder: Path, upload: Callable[[Path], Any]) -> None:
-        def again(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            logger.warning(
-                "Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(error), state.upcoming_sleep
-            )
-
-        stop = stop_after_attempt(1 + len(WAITS)) | stop_when_event_set(self._stop)
-        retrying = Retrying(
-            retry=retry_if_exception(_may_pass), wait=wait_chain(*map(wait_fixed, WAITS)), stop=stop,
-            sleep=sleep_using_event(self._stop), before_sleep=again, reraise=True,
-        )  # fmt: skip
         try:
-            retrying(upload, folder)
+            retried(what, lambda: upload(folder), self._stop)
         except Exception as error:
             self._give_up(what, error)
         finally:
@@ -171,8 +168,32 @@ class BackgroundPushes(PushInProgress):
         logger.warning("Pushing %s failed: %s. Training goes on.", what, _reason(error))
 
 
+def retried(what: str, upload: Callable[[], Any], stopped: threading.Event | None = None) -> Any:
+    """Upload, and try again after each of :data:`WAITS` where that can help; return what the upload returns.
+
+    Args:
+        what: The upload's name in messages.
+        upload: Uploads.
+        stopped: Once set, it is not tried again.
+    """
+
+    def again(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        logger.warning("Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(error), state.upcoming_sleep)
+
+    stopped = stopped or threading.Event()
+    retrying = Retrying(
+        retry=retry_if_exception(_may_pass), wait=wait_chain(*map(wait_fixed, WAITS)),
+        stop=stop_after_attempt(1 + len(WAITS)) | stop_when_event_set(stopped),
+        sleep=sleep_using_event(stopped), before_sleep=again, reraise=True,
+    )  # fmt: skip
+    return retrying(upload)
+
+
 def _may_pass(error: BaseException) -> bool:
     """Return whether another attempt may succeed."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code in (408, 429)
     return isinstance(error, (HTTPError, OSError))
@@ -213,7 +234,7 @@ class HubPushes:
             init: ``Trainer.init_hf_repo``.
 
         Raises:
-            ValueError: If the Hub refuses the repository's name or the token.
+            ValueError: If the Hub refuses the repository's name, ``hub_revision`` or the token.
             HubUnreachableError: If it cannot be reached.
         """
         trainer = self._trainer
@@ -232,7 +253,7 @@ class HubPushes:
             return str(trainer.hub_model_id)
 
         with reporting_unreachable(self._name):
-            make_repository("hub_model_id", self._name, token, make)
+            make_repository("hub_model_id", self._name, token, make, self._args.hub_revision)
 
     def check(self) -> None:
         """Check what is to be pushed, after the trainer's constructor.
@@ -298,10 +319,15 @@ class HubPushes:
         """
         folder = self._stage(Path(self._args.output_dir), None)
         push = self._uploader(message, token=token, revision=revision)
+        name = self._trainer.hub_model_id or self._name
+
+        def attempt(staged: Path) -> Any:
+            make_branch(name, revision, token or self._args.hub_token)
+            return push(staged)
 
         def upload(staged: Path) -> Any:
-            with reporting_unreachable(self._trainer.hub_model_id or self._name, self._args.output_dir):
-                return push(staged)
+            with reporting_unreachable(name, self._args.output_dir):
+                return retried(f"to {name} ({message!r})", lambda: attempt(staged))
 
         if blocking:
             try:
@@ -382,7 +408,20 @@ class HubPushes:
             commit_message=message,
             token=token or self._args.hub_token,
             revision=revision or self._args.hub_revision,
+            delete_patterns=_replaced(folder, path_in_repo),
         )
+
+
+def _replaced(folder: Path, path_in_repo: str | None) -> list[str] | None:
+    """Return patterns of what is deleted where a folder is pushed: files of an earlier run that a loader would read with it.
+
+    An adapter deletes nothing of the main folder, which may hold its base.
+    """
+    if path_in_repo is not None:
+        return ["*"]
+    if not any(folder.glob("model*.safetensors")):
+        return None
+    return ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"]
 
 
 def check_deepspeed(config: Mapping[str, Any], strategy: HubStrategy) -> None:
@@ -404,17 +443,39 @@ def check_deepspeed(config: Mapping[str, Any], strategy: HubStrategy) -> None:
         )
 
 
-def make_repository(option: str, name: str, token: str | None, make: Callable[[], str]) -> str:
-    """Make the repository, check write access to it, and return its full name.
+def make_branch(name: str, revision: str | None, token: str | None) -> None:
+    """Make the branch that is pushed to, if there is none. A reference such as ``refs/pr/1`` must be there.
+
+    Args:
+        name: Full name of the repository.
+        revision: The branch; None for the main one.
+        token: The Hub token.
+
+    Raises:
+        HfHubHTTPError: If the Hub refuses the name, or has no such reference.
+    """
+    if revision is None:
+        return
+    if revision.startswith("refs/"):
+        repo_info(name, revision=revision, token=token)
+    else:
+        create_branch(name, branch=revision, token=token, exist_ok=True)
+
+
+def make_repository(
+    option: str, name: str, token: str | None, make: Callable[[], str], revision: str | None = None
+) -> str:
+    """Make the repository and the branch, check write access to it, and return its full name.
 
     Args:
         option: The argument that names the repository, for the error.
         name: The name that the user gave, for the error.
         token: The Hub token.
         make: Makes the repository and returns its full name.
+        revision: The branch that is pushed to. Default: the main one.
 
     Raises:
-        ValueError: If the Hub refuses the repository's name or the token.
+        ValueError: If the Hub refuses the repository's name, the branch or the token.
     """
     limit_silence()
     try:
@@ -424,12 +485,14 @@ def make_repository(option: str, name: str, token: str | None, make: Callable[[]
         except RepositoryNotFoundError as error:
             if error.response.status_code != 404:  # the repository was made just now, so this Hub has no such endpoint
                 raise
+        make_branch(made, revision, token)
     except (HfHubHTTPError, HFValidationError) as error:
         response = getattr(error, "response", None)
         if response is not None and response.status_code not in (400, 401, 403, 404):
             raise
+        branch = "" if revision is None else f", revision {revision!r}"
         raise ValueError(
-            f"Cannot push to {option}={name!r}: {str(error).strip().splitlines()[0]} Check the name (user/model) and that "
-            "the token (hub_token, or that of `hf auth login`) may write there."
+            f"Cannot push to {option}={name!r}{branch}: {str(error).strip().splitlines()[0]} Check the name (user/model), "
+            "the branch and that the token (hub_token, or that of `hf auth login`) may write there."
         ) from error
     return made

@@ -33,7 +33,7 @@ from agile_trainers.adapters.folders import (
     read_record,
     write_json,
 )
-from agile_trainers.adapters.roles import CRITIC
+from agile_trainers.adapters.roles import CRITIC, REFERENCE
 
 OPTION = "AGILE_TRAINERS_TRUST_CHECKPOINT"
 KEY_FILE = "AGILE_TRAINERS_KEY_FILE"
@@ -265,6 +265,14 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
             raise CheckpointError(
                 f"{folder} is damaged: {named(name)} has {size}, expected {brief(expected.get('size'))} bytes with "
                 f"SHA-256 {brief(expected.get('sha256'))}."
+            )
+    for name in present.keys() - listed.keys():
+        # Those of another run that was pushed to the same place: a resume would load its reference.
+        path = PurePosixPath(name)
+        if path.suffix != ".md" and (path.parts[0] in (REFERENCE, CRITIC) or path.name.startswith("adapter_")):
+            raise CheckpointError(
+                f"{folder} holds {named(name)}, which {MARKER} does not list: it is no part of this checkpoint, but of "
+                "another run's, perhaps. Remove it."
             )
     for name in _TAGS:
         tag = present[name].read_text(encoding="utf-8", errors="replace").strip() if name in present else None

@@ -22,7 +22,7 @@ from agile_trainers.monitor.health_checks import HealthChecks
 from agile_trainers.objectives.ratios import importance_ratios, is_clipped
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.schema import TRAINED
-from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.records.writer import RecordWriter, episode_row, file_part, new_run_id
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.types import Message, Trajectory, as_text
@@ -333,7 +333,7 @@ def completions_table(
     """Make TRL's ``log`` show and write the episodes of an evaluation; those of training are kept.
 
     TRL writes one file for each step. The training episodes of that step stay in it; the evaluation's go to a file of their
-    own, whose name ends in ``prefix``.
+    own, whose name ends in the prefix, see :func:`~agile_trainers.records.writer.file_part`.
 
     Args:
         tables: TRL's ``_logs``, which its ``log`` reads inside the context.
@@ -369,7 +369,9 @@ def completions_table(
     finally:
         tables.update(training)
         if writes:
-            if path.exists():
-                path.rename(path.with_stem(f"{path.stem}_{prefix}"))
-            if aside.exists():
-                aside.rename(path)
+            for there, name in ((path, path.with_stem(f"{path.stem}_{file_part(prefix)}")), (aside, path)):
+                try:
+                    if there.exists():
+                        there.rename(name)
+                except OSError as error:  # the run goes on, as where the rollout log cannot be written
+                    logger.warning("A table of completions could not be written: %s", describe_error(error))

@@ -37,7 +37,7 @@ from agile_trainers.checkpoints.disclosure import (
     warn_of_unknown,
     withheld_values,
 )
-from agile_trainers.checkpoints.hub import make_repository
+from agile_trainers.checkpoints.hub import make_repository, retried
 from agile_trainers.checkpoints.resuming import locked, recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
@@ -552,15 +552,20 @@ class Population:
             return None
         args, token = self._args, token or self._args.hub_token
         private = args.hub_private_repo if private is None else private
+        revision = revision or args.hub_revision
         repository = make_repository(
-            "repo_id", repo_id, token, lambda: create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id
-        )
+            "repo_id", repo_id, token,
+            lambda: create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id, revision,
+        )  # fmt: skip
         with TemporaryDirectory() as folder:
             self._copy(member, Path(folder), repository)
-            return upload_folder(
-                repo_id=repository, folder_path=folder, commit_message=commit_message, token=token,
-                revision=revision or args.hub_revision,
+            pushed: CommitInfo = retried(
+                f"to {repository} ({commit_message!r})",
+                lambda: upload_folder(
+                    repo_id=repository, folder_path=folder, commit_message=commit_message, token=token, revision=revision
+                ),
             )  # fmt: skip
+            return pushed
 
     def _copy(self, member: int | None, folder: Path, model_id: str) -> Path:
         """Copy a policy to an empty or new folder, which is returned, and write lineage and card beside it.

@@ -92,7 +92,22 @@ IMAGES = "images"
 _ROW_GROUP_BYTES = 2**25
 """Estimated bytes of the episodes that a reader loads to show one of them."""
 _TRAIN_FILE = re.compile(r"train-(\d+)-rank(\d+)\.parquet")
+_LONGEST = 80
+"""Characters of the longest name of an evaluation in a file's name."""
 _EVAL_FILE = re.compile(r"eval-(\d+)-.*-rank(\d+)\.parquet")
+
+
+def file_part(name: str) -> str:
+    """Return a name as a part of a file's name: letters, digits and ``_``, at most 80, others for other names.
+
+    Args:
+        name: Any text, such as the prefix of an evaluation's metrics, which ends in the name of a data set.
+    """
+    plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    if plain == name and len(name) <= _LONGEST:
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{plain[: _LONGEST - 1 - len(digest)]}_{digest}"
 
 
 def new_run_id(kind: str = "training") -> str:
@@ -310,7 +325,7 @@ class RecordWriter:
         Raises:
             OSError: If the file cannot be written.
         """
-        name = f"eval-{step:06d}-{re.sub(r'[^A-Za-z0-9_]', '_', prefix)}"
+        name = f"eval-{step:06d}-{file_part(prefix)}"
         names = (name if number == 1 else f"{name}.{number}" for number in count(1))
         return self._write(next(free for free in names if not self._path(free).exists()), rows)
 

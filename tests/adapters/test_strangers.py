@@ -181,6 +181,20 @@ def test_a_signed_folder_to_which_something_was_added(checkpoint: Path, kind: st
         check_complete(checkpoint)
 
 
+@pytest.mark.parametrize(
+    "name", ["ref/model.safetensors", "ref/adapter_config.json", "teacher/adapter_model.safetensors"]
+)
+def test_an_adapter_that_the_marker_does_not_list_is_refused(checkpoint: Path, name: str) -> None:
+    """On the Hub, those of an earlier run may lie beside a checkpoint. Other files may be added."""
+    (checkpoint / "ref").mkdir()
+    (checkpoint / "ref" / "README.md").write_text("")
+    (checkpoint / "notes.txt").write_text("")
+    assert check_complete(checkpoint) == checkpoint
+    write_json(checkpoint / name, {})
+    with pytest.raises(CheckpointError, match=f"holds {name}, which {MARKER} does not list"):
+        check_complete(checkpoint)
+
+
 def test_the_hubs_cache_links_to_its_own_contents_only(checkpoint: Path, tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--someone--run"
     snapshot = repository / "snapshots" / "0123" / "last-checkpoint"

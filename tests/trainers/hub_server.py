@@ -23,6 +23,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, list[dict[str, Any]]] = {}
+        self.branches = {"main"}
+        """Of all repositories. They share their commits."""
         self.private: set[str] = set()
         """Ids of the repositories that were made private."""
         self.large: dict[str, bytes] = {}
@@ -32,11 +34,12 @@ class Hub(ThreadingHTTPServer):
         self.fail: dict[str, list[str]] = {}
         """Beginning of a commit's message to what its next attempts meet: "500", "429", "401", "hang" or "cut"."""
 
-    def commit(self, repository: str, message: str, changes: dict[str, bytes], token: str | None) -> str:
+    def commit(self, repository: str, message: str, changes: dict[str, bytes | None], token: str | None) -> str:
         with self.lock:
             commits = self.repositories[repository]
             sha = hashlib.sha1(f"{repository}{len(commits)}".encode()).hexdigest()
-            files = {**(commits[-1]["files"] if commits else {}), **changes}
+            after = {**(commits[-1]["files"] if commits else {}), **changes}
+            files = {name: content for name, content in after.items() if content is not None}
             commits.append({"sha": sha, "message": message, "files": files, "token": token})
             return sha
 
@@ -61,7 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
                     self.server.private.add(repository)
                 self.server.commit(repository, "initial commit", {".gitattributes": b""}, token)
             self._json({"url": f"{self.server.url}/{repository}", "name": repository})
-        elif match := re.fullmatch(r"/api/models/(.+?)/preupload/[^/]+", path):
+        elif match := re.fullmatch(r"/api/models/(.+?)/branch/(.+)", path):
+            new = match[2] not in self.server.branches
+            self.server.branches.add(match[2])
+            self._send(200 if new else 409, b"{}", "application/json", {})
+        elif (match := re.fullmatch(r"/api/models/.+?/(?:preupload|commit)/(.+)", path)) and (
+            match[1] not in self.server.branches
+        ):
+            self._missing("RevisionNotFound")
+        elif match := re.fullmatch(r"/api/models/(.+?)/preupload/.+", path):
             files = [file["path"] for file in json.loads(body)["files"]]
             modes = {f: "lfs" if f.endswith((".safetensors", ".pt", ".pth")) else "regular" for f in files}
             self._json({"files": [{"path": f, "uploadMode": m, "shouldIgnore": False} for f, m in modes.items()]})
@@ -69,13 +80,14 @@ class _Handler(BaseHTTPRequestHandler):
             objects = json.loads(body)["objects"]
             upload = {o["oid"]: {"upload": {"href": f"{self.server.url}/large/{o['oid']}"}} for o in objects}
             self._json({"transfer": "basic", "objects": [{**o, "actions": upload[o["oid"]]} for o in objects]})
-        elif match := re.fullmatch(r"/api/models/(.+?)/commit/[^/]+", path):
+        elif match := re.fullmatch(r"/api/models/(.+?)/commit/.+", path):
             lines = [json.loads(line) for line in body.splitlines()]
             message = next(line["value"]["summary"] for line in lines if line["key"] == "header")
             if self._fails(message):
                 return
             files = [line["value"] for line in lines if line["key"] == "file"]
-            changes = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            changes: dict[str, bytes | None] = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            changes |= {line["value"]["path"]: None for line in lines if line["key"] == "deletedFile"}
             large = [line["value"] for line in lines if line["key"] == "lfsFile"]
             changes |= {file["path"]: self.server.large[file["oid"]] for file in large}
             sha = self.server.commit(match[1], message, changes, token)
@@ -107,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check.*", path):
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
             self._send(403 if token.startswith("hf_read") else 200, b"{}", "application/json", {})
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             if commit := self._commit(match[1], match[2]):
                 files = [{"rfilename": name, "size": len(content)} for name, content in commit["files"].items()]
                 self._json({"id": match[1], "modelId": match[1], "sha": commit["sha"], "siblings": files, "tags": []})
@@ -138,6 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         commits = self.server.repositories.get(repository)
         if not commits:
             self._missing("RepoNotFound")
+            return None
+        if revision is not None and revision.startswith("refs/") and revision not in self.server.branches:
+            self._missing("RevisionNotFound")
             return None
         named = [commit for commit in commits if commit["sha"] == revision]
         return named[0] if named else commits[-1]

@@ -16,6 +16,7 @@ from games import Chatter, make_trainer, settings
 
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.evaluation import results
+from agile_trainers.monitor.rollout_log import Evaluated, completions_table
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, evaluation
 from agile_trainers.trainers.evaluation import with_best_metric
 
@@ -112,6 +113,25 @@ def test_the_table_of_completions_holds_the_evaluations_own_episodes(trained):
     assert sorted(easy["<lambda>"]) == [10.0, 10.0, 11.0] and easy["advantage"].isna().all()
     assert [prompt[0]["content"] for prompt in easy["prompt"]] == ["secret 10", "secret 11", "secret 10"]
     assert len(trained._logs["prompt"]) == 8
+
+
+@pytest.mark.parametrize("name", ["math/easy", "../../../out", "a" * 250])
+def test_the_table_of_a_data_set_of_any_name_has_a_file(tmp_path, name):
+    training, folder = {"prompt": ["a"]}, tmp_path / "run" / "completions"
+    folder.mkdir(parents=True)
+    path = folder / "completions_00001.parquet"
+    path.write_text("training")
+    played = Evaluated([], [], {}, [], {})
+    with completions_table(training, played, [], tmp_path / "run", 1, f"eval_{name}", writes=True):
+        path.write_text("evaluation")
+    assert path.read_text() == "training"
+    (other,) = folder.glob("completions_00001_eval_*.parquet")
+    assert other.read_text() == "evaluation" and len(list(tmp_path.rglob("*"))) == 4
+    other.unlink()
+    other.mkdir()  # it cannot be written, and the run goes on
+    with completions_table(training, played, [], tmp_path / "run", 1, f"eval_{name}", writes=True):
+        path.write_text("evaluation")
+    assert path.read_text() == "training"
 
 
 def test_predict_plays_every_row_once_and_trains_nothing(trained):

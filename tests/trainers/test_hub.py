@@ -22,7 +22,13 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
-from agile_trainers.checkpoints.hub import SILENCE_SECONDS, HubUnreachableError, limit_silence, reporting_unreachable
+from agile_trainers.checkpoints.hub import (
+    SILENCE_SECONDS,
+    HubPushes,
+    HubUnreachableError,
+    limit_silence,
+    reporting_unreachable,
+)
 from agile_trainers.checkpoints.integrity import check_complete
 from agile_trainers.checkpoints.model_card import RunCards, draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
@@ -158,6 +164,94 @@ def test_a_wrong_token_or_name_shows_at_construction(embedded_model, tmp_path, t
     assert token not in done.stderr
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub that this process reaches."""
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("agile_trainers.checkpoints.hub.WAITS", (0.0, 0.0, 0.0))
+    with running_hub() as running:
+        monkeypatch.setattr(hf_api.api, "endpoint", running.url)
+        running.repositories["tester/run"] = []
+        running.commit("tester/run", "initial commit", {}, None)
+        yield running
+    close_session()
+
+
+def pushes_of(folder, **options: Any) -> HubPushes:
+    """The pushes of a trainer whose files are there."""
+    chosen = {"output_dir": str(folder), "hub_token": TOKEN, "hub_revision": None, "hub_model_id": "tester/run",
+              "hub_strategy": "checkpoint", "hub_always_push": True, **options}  # fmt: skip
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(**chosen), hub_model_id="tester/run", push_in_progress=None, control=None,
+        processing_class=None, state=SimpleNamespace(global_step=1), is_world_process_zero=lambda: True,
+        callback_handler=SimpleNamespace(on_push_begin=lambda *_: None),
+    )  # fmt: skip
+    return HubPushes(trainer)
+
+
+def test_a_pushed_checkpoint_has_no_file_of_another_run(hub, tmp_path):
+    """Of the main folder, a whole model takes the adapter's place; an adapter leaves what may be its base."""
+    pushed = []
+    for names in (
+        (
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "ref/adapter_config.json",
+            "ref/adapter_model.safetensors",
+        ),
+        ("adapter_config.json", "adapter_model.safetensors"),
+        ("config.json", "model.safetensors"),
+        ("adapter_config.json", "adapter_model.safetensors"),
+    ):
+        folder = tmp_path / str(len(pushed))
+        for name in names:
+            (folder / "checkpoint-1" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "checkpoint-1" / name).write_text("{}")
+        pushes = pushes_of(folder)
+        pushes.push_checkpoint(folder / "checkpoint-1")
+        pushes.wait()
+        pushed.append(hub.repositories["tester/run"][-1]["files"].keys())
+        assert {name for name in pushed[-1] if "/" in name} == {f"last-checkpoint/{name}" for name in names}
+    main = [{name for name in files if "/" not in name} for files in pushed]
+    adapter, whole = {"adapter_config.json", "adapter_model.safetensors"}, {"config.json", "model.safetensors"}
+    assert main == [adapter, adapter, whole, adapter | whole]
+
+
+def test_the_branch_is_made_where_pushes_begin(hub, tmp_path):
+    def made(revision: str) -> Any:
+        pushes = pushes_of(tmp_path, hub_revision=revision)
+        pushes.begin(None, lambda token: None)
+        return pushes.push("End of training", True, None, None)
+
+    (tmp_path / "adapter_model.safetensors").write_text("{}")
+    for revision in ("exp1", "exp1", "main"):
+        assert made(revision).oid == hub.repositories["tester/run"][-1]["sha"]
+    assert hub.branches == {"main", "exp1"}
+    with pytest.raises(ValueError, match=r"Cannot push to hub_model_id='tester/run', revision 'refs/pr/1'"):
+        made("refs/pr/1")
+    hub.branches.add("refs/pr/1")
+    made("refs/pr/1")
+    pushes_of(tmp_path).push("End of training", True, None, "later")
+    assert hub.branches == {"main", "exp1", "refs/pr/1", "later"}
+
+
+def test_the_last_push_is_tried_again(hub, tmp_path):
+    pushes = pushes_of(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_text("{}")
+    hub.fail = {"End of training": ["500", "cut", "429"], "never": ["500"] * 4, "refused": ["401"]}
+    pushes.push("End of training", True, None, None)
+    assert [commit["message"] for commit in hub.repositories["tester/run"][1:]] == ["End of training"]
+    with pytest.raises(HubUnreachableError, match=rf"the Hub failed \(500 .*The model is in {tmp_path}"):
+        pushes.push("never", True, None, None)
+    with pytest.raises(HfHubHTTPError) as refused:
+        pushes.push("refused", True, None, None)
+    assert refused.value.__notes__ == [f"Nothing was pushed to tester/run. The model is in {tmp_path}."]
+    assert not hub.fail["never"] and not list(tmp_path.glob(".push-*"))
+
+
 def test_construction_works_offline(embedded_model, tmp_path):
     trainer = make_trainer(embedded_model, tmp_path, push_to_hub=True, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
@@ -183,6 +277,7 @@ def test_a_saved_run_says_how_to_push_it_later(embedded_model, tmp_path, monkeyp
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file() and "run" in cards_of(tmp_path)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("agile_trainers.checkpoints.hub.WAITS", (0.0,))
     monkeypatch.setattr(hf_api.api, "endpoint", "http://127.0.0.1:9")
     assert not huggingface_hub.is_offline_mode()
     with pytest.raises(HubUnreachableError, match=later.format(r"the Hub cannot be reached \(.+\)\.")) as raised:

@@ -262,6 +262,31 @@ def test_what_the_diagnosis_remembers_of_episodes_does_not_leave(tmp_path: Path)
     assert read_json(position) == {"position": 1, "watch": {}, "tasks": {}}
 
 
+def test_special_tokens_of_templates_and_processors_are_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of known forms alone are masked there, and told; an untouched file has the same bytes."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        "agile_trainers.checkpoints.disclosure.logger.warning", lambda text, *rest: said.append(text % rest)
+    )
+    template = (
+        "{%- set bos_token = '<seed:bos>' -%}\r\n{% set auth = messages[0] %}{% set call_begin_token='<a:tool>' %}"
+    )
+    processor = {"image_break_token": "[IMG_BREAK]", "global_image_token": "<global-img>", "size": [{"height": 2}]}
+    (tmp_path / "chat_template.jinja").write_bytes(template.encode())
+    write_json(tmp_path / "processor_config.json", processor)
+    disclose(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_bytes() == template.encode()
+    assert read_json(tmp_path / "processor_config.json") == processor and not said
+    (tmp_path / "chat_template.jinja").write_bytes(f"{template}{TOKEN}".encode())
+    write_json(tmp_path / "processor_config.json", {**processor, "note": ["AKIAIOSFODNN7EXAMPLE"]})
+    disclose(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_bytes() == f"{template}***".encode()
+    assert read_json(tmp_path / "processor_config.json") == {**processor, "note": ["***"]}
+    assert [re.findall(r"copy of (\S+) \(form: (.+?)\)", one) for one in said] == [
+        [("chat_template.jinja", "hf_")], [("processor_config.json", "AWS")]
+    ]  # fmt: skip
+
+
 def test_masks_by_the_name_of_an_entry() -> None:
     masker = Masker()
     found = masker(

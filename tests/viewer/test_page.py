@@ -20,7 +20,7 @@ from written_page import Page, in_node
 from agile_trainers.cli.main import main
 from agile_trainers.evaluation.results import evaluation_metrics
 from agile_trainers.records.reader import RunRecords, open_records
-from agile_trainers.records.writer import RecordWriter, episode_row
+from agile_trainers.records.writer import RecordWriter, episode_row, file_part
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.types import StopReason
@@ -192,6 +192,16 @@ def test_policies_of_one_evaluation_count_success_alike(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- its sections and groups
+
+
+def test_data_sets_of_any_names_have_evaluations_of_their_own(tmp_path: Path) -> None:
+    strangers = ["eval_a-b", "eval_a_b", "eval_a b", "eval_../x", "eval_é", "eval_" + "a" * 300, "eval_" + "a" * 301]
+    writer = RecordWriter(tmp_path, {})
+    for prefix in strangers:
+        writer.write_eval(1, prefix, [episode_row(play(["7"], ["lower"], [0.0], success=False), step=1)])
+    shown = {one.evaluation for one in sections(open_records(tmp_path)[0].index())}
+    assert shown == {file_part(prefix) for prefix in strangers} and len(shown) == len(strangers)
+    assert "eval_a_b" in shown and max(map(len, shown)) == 80
 
 
 @pytest.mark.node

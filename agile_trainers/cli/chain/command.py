@@ -457,9 +457,9 @@ class _WithoutPickle:
         **_: Any,
     ) -> Any:
         trainer: Any = self
+        trainer.save_model(_internal_call=True)
         if trainer.hub_model_id is None:
             trainer.init_hf_repo(token=token)
-        trainer.save_model(_internal_call=True)
         return HubPushes(self).push(commit_message, blocking, token, revision) if self.args.should_save else None
 
 
