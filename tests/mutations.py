@@ -1997,6 +1997,14 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k nested_values",
     ),
     Mutation(
+        "a list with a lock in it stays the environment's own", "envs/checker.py",
+        "        elif kind is list:\n", '        elif kind is list and False:\n', "tests/rollout/test_engine.py -k keeps_of",
+    ),
+    Mutation(
+        "what an info holds is the environment's own", "envs/checker.py",
+        "    if kind in _IMMUTABLE:\n", "    if True:\n", "tests/rollout/test_engine.py -k keeps_of",
+    ),
+    Mutation(
         "a function is believed to take messages", "envs/context.py",
         "if (error := call_error(found, [])) is not None:", "if (error := None) is not None:",
         "tests/rollout/test_history.py -k cannot_rewrite",

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
@@ -41,6 +42,8 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)
 _LONGEST_MESSAGE = 2000
 _NOT_OWN = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 _INSTALLED = Path(sysconfig.get_path("purelib"))
+_IMMUTABLE = {str, int, float, bool, type(None), bytes, np.bool_, np.int64, np.float32, np.float64}
+"""Types of which copies are not needed. Others are asked, which takes longer."""
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -223,7 +226,9 @@ def _plain_message(message: Message) -> Message:
 def _validate_info(info: Any, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvironmentProtocolError(f"{method} returned info={_describe(info)}; expected a dict, {{}} if empty.")
-    info = _stored(info)  # the environment may keep changing its own dict
+    memo: dict[int, Any] = {}
+    # The environment may go on changing its own dict, and what is in it.
+    info = {name: _copied(value, memo) for name, value in _stored(info).items()}
     if not isinstance(info.get("success", False), (bool, np.bool_)):
         raise EnvironmentProtocolError(
             f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
@@ -236,6 +241,36 @@ def _validate_info(info: Any, method: str) -> dict[str, Any]:
 def _stored(value: Any) -> Any:
     """Copy what a dict stores, past the methods of a subclass, which may raise or never end. Other values stay."""
     return dict(dict.items(value)) if issubclass(type(value), dict) else value
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value, containers item by item: what cannot be copied, such as a lock, stays the environment's own.
+
+    Args:
+        value: The value.
+        memo: The copies by the ids of their originals, which may be held several times or hold themselves.
+    """
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    copy: Any
+    try:
+        if kind is dict:
+            copy = memo[id(value)] = {}
+            copy.update({key: _copied(item, memo) for key, item in list(value.items())})
+        elif kind is list:
+            copy = memo[id(value)] = []
+            copy += [_copied(item, memo) for item in list(value)]
+        elif kind is tuple:
+            copy = memo[id(value)] = tuple([_copied(item, memo) for item in value])
+        else:
+            copy = deepcopy(value, memo)
+    except BaseException as error:  # whatever its class raises, or too deep a nesting
+        pass_on_interrupt(error)
+        memo[id(value)] = copy = value
+    return copy
 
 
 def plain_text(text: str) -> str:
@@ -497,7 +532,8 @@ async def _play(
 ) -> tuple[Observation, list[StepResult]]:
     """Play one episode; return its first observation and its steps."""
     watch.begin(f"reset(seed={seed})")
-    start, _ = validate_reset(await _call(bound(environment, "reset", seed, options)))
+    # A copy, as in a rollout: an environment may change its row.
+    start, _ = validate_reset(await _call(bound(environment, "reset", seed, deepcopy(options))))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]

@@ -94,6 +94,18 @@ def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
     assert all(word in str(error.value) for word in ["step()", *words]), error.value
 
 
+def test_a_row_that_an_environment_changes_is_as_it_was_for_the_next_one() -> None:
+    class Taking(Echo):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            self.turn = 0
+            return options["words"].pop(), {}  # type: ignore[index]
+
+    row = {"words": ["one", "two"]}
+    assert not check_environment(Taking, options=row).findings
+    assert play(Taking(), lambda messages, rng: "a", options=row).messages[0]["content"] == "two"
+    assert row == {"words": ["one", "two"]}
+
+
 def test_an_unawaited_result_is_named() -> None:
     async def reset() -> Any:
         return "a", {}
