@@ -2005,6 +2005,10 @@ MUTATIONS = [
         "    if kind in _IMMUTABLE:\n", "    if True:\n", "tests/rollout/test_engine.py -k keeps_of",
     ),
     Mutation(
+        "an environment may repeat the model's answers", "envs/checker.py",
+        'if any(message["role"] == "assistant" for', "if any(False for", "tests/envs/test_env_checker.py -k bad_steps",
+    ),
+    Mutation(
         "a function is believed to take messages", "envs/context.py",
         "if (error := call_error(found, [])) is not None:", "if (error := None) is not None:",
         "tests/rollout/test_history.py -k cannot_rewrite",

@@ -75,8 +75,9 @@ def validate_step(result: Any) -> StepResult:
         The same five values as plain data: see :func:`validate_reset`; the reward as ``float``, the two flags as ``bool``.
 
     Raises:
-        EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``.
-            NumPy scalars are allowed. A bool as reward is rejected, since it is usually a misplaced flag.
+        EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``, or
+            a message has role ``assistant``. NumPy scalars are allowed. A bool as reward is rejected, since it is usually a
+            misplaced flag.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvironmentProtocolError(
@@ -84,6 +85,11 @@ def validate_step(result: Any) -> StepResult:
         )
     observation, reward, terminated, truncated, info = result
     observation = _validate_observation(observation, "step()")
+    if any(message["role"] == "assistant" for message in as_messages(observation)):
+        raise EnvironmentProtocolError(
+            "step() returned a message of role 'assistant', which is the model's own. The conversation is kept by the "
+            "rollout: return only what is new, such as [{\"role\": \"user\", \"content\": \"...\"}]."
+        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise EnvironmentProtocolError(

@@ -86,6 +86,7 @@ def test_bad_resets_are_named(result: Any, words: list[str]) -> None:
         (("a", 1.0, False, False, []), ["info=[]", "dict"]),
         (("a", 1.0, True, False, {"success": "no"}), ["info['success']='no'", "True or False"]),
         ((b"a", 1.0, True, False, {}), ["b'a' (bytes)", "text or a list"]),
+        (([*MESSAGES, {"role": "assistant", "content": "1"}], 1.0, False, False, {}), ["'assistant'", "only what is new"]),
     ],
 )
 def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
@@ -383,6 +384,12 @@ class NeverRead(Echo):
         return "so it goes " * 1_000_000, {}
 
 
+class ReturnsTheConversation(Echo):
+    def step(self, action: str) -> Any:
+        said = [{"role": "assistant", "content": action}, {"role": "user", "content": "go on"}]
+        return [*MESSAGES, *said], *super().step(action)[1:]
+
+
 class RaisesOnReset(Echo):
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         raise ConnectionError("the server is away")
@@ -415,6 +422,7 @@ BROKEN = {
     StreamsForever: "the observation repeat('more ') (repeat); expected text",
     RepeatsEverything: "repeats the previous",
     NeverRead: "11,000,000 characters",
+    ReturnsTheConversation: "step() returned a message of role 'assistant'",
     RaisesOnReset: "reset(seed=0) raised ConnectionError: the server is away",
     RaisesOnUnknownWords: "step() of turn 1 after reset(seed=0) raised KeyError: '0'",
     HangsOnStep: "step() of turn 1 after reset(seed=0) did not return within 0.2 s",
