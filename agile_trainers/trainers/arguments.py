@@ -30,7 +30,7 @@ from agile_trainers.adapters.loading import (
     load_tokenizer,
 )
 from agile_trainers.adapters.lora_settings import explaining_scope, plain_copies
-from agile_trainers.adapters.roles import REFERENCE
+from agile_trainers.adapters.roles import POLICY, REFERENCE
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.adapters.untrusted import LOADERS, naming_folder
 from agile_trainers.config.batch_defaults import decide_learning_rate
@@ -305,6 +305,13 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
             f"{source!r}. Leave it unset; the reference is then the loaded policy."
         )
+    if isinstance(source, PeftModel) and {POLICY, REFERENCE} <= source.peft_config.keys():
+        logger.warning(
+            "The model holds an adapter %r, such as DPO and an earlier run leave. It is removed: the reference of this run, "
+            "if it has one, is the policy as it is now.",
+            REFERENCE,
+        )
+        source.delete_adapter(REFERENCE)
     if saved is None:
         return dict(arguments), None
     if quantization is not None:
