@@ -2009,6 +2009,22 @@ MUTATIONS = [
         'if any(message["role"] == "assistant" for', "if any(False for", "tests/envs/test_env_checker.py -k bad_steps",
     ),
     Mutation(
+        "clipped tokens are a finding while the policy learns", "evaluation/diagnosis.py",
+        '2 * BATCHES) or history.rose("success")', '2 * BATCHES) or False', "tests/evaluation/test_diagnosis.py -k planted",
+    ),
+    Mutation(
+        "a card samples as the base model's files say", "checkpoints/model_card.py",
+        'if "temperature" in options:', "if False:", "tests/trainers/test_hub.py -k lines_of_a_card",
+    ),
+    Mutation(
+        "a reference that a model holds stays", "trainers/arguments.py",
+        "        source.delete_adapter(REFERENCE)\n", "", "tests/trainers/test_reference.py -k holds_already",
+    ),
+    Mutation(
+        "a chain compares numbers as texts", "cli/chain/command.py",
+        "            return float(value)\n", "            return value\n", "tests/test_cli_chain.py -k however",
+    ),
+    Mutation(
         "a function is believed to take messages", "envs/context.py",
         "if (error := call_error(found, [])) is not None:", "if (error := None) is not None:",
         "tests/rollout/test_history.py -k cannot_rewrite",
