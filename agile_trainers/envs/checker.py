@@ -88,7 +88,7 @@ def validate_step(result: Any) -> StepResult:
     if any(message["role"] == "assistant" for message in as_messages(observation)):
         raise EnvironmentProtocolError(
             "step() returned a message of role 'assistant', which is the model's own. The conversation is kept by the "
-            "rollout: return only what is new, such as [{\"role\": \"user\", \"content\": \"...\"}]."
+            'rollout: return only what is new, such as [{"role": "user", "content": "..."}].'
         )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):

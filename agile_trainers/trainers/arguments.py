@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
@@ -112,7 +112,7 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         given: The arguments of its constructor, by name.
 
     Raises:
-        TypeError: For an argument of the wrong kind.
+        TypeError: For an argument of the wrong kind, such as a model without a head.
         ValueError: For an argument that an environment replaces, a model that cannot be found, has an adapter already or
             names no files for its reference, a tokenizer without an end of turn, or an ``output_dir`` that is a file or
             the model's own folder.
@@ -138,6 +138,12 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         values |= {f"eval_dataset[{name!r}]": part for name, part in values.pop("eval_dataset").items()}
     for name, value in values.items():
         _check_kind(name, value)
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(inner, PreTrainedModel) and not inner.can_generate():
+        raise TypeError(
+            f"model is a {type(inner).__name__}, which has no head that gives tokens. Load it with "
+            "AutoModelForCausalLM.from_pretrained, or pass its name or folder."
+        )
     check_output_dir(args.output_dir, model)
     if isinstance(model, str) and not {"subfolder", "gguf_file"} & set(args.model_init_kwargs or {}):
         check_model(model, (args.model_init_kwargs or {}).get("revision"), option="model")

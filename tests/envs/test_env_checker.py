@@ -86,7 +86,10 @@ def test_bad_resets_are_named(result: Any, words: list[str]) -> None:
         (("a", 1.0, False, False, []), ["info=[]", "dict"]),
         (("a", 1.0, True, False, {"success": "no"}), ["info['success']='no'", "True or False"]),
         ((b"a", 1.0, True, False, {}), ["b'a' (bytes)", "text or a list"]),
-        (([*MESSAGES, {"role": "assistant", "content": "1"}], 1.0, False, False, {}), ["'assistant'", "only what is new"]),
+        (
+            ([*MESSAGES, {"role": "assistant", "content": "1"}], 1.0, False, False, {}),
+            ["'assistant'", "only what is new"],
+        ),
     ],
 )
 def test_bad_steps_are_named(result: Any, words: list[str]) -> None:

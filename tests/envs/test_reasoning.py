@@ -210,7 +210,10 @@ def test_rows_may_come_from_the_trainer_alone() -> None:
     with pytest.raises(ValueError, match="no column 'answer'"):
         environment.reset(options={"question": "who?"})
     for row, words in (
-        ({"prompt": "a", "solution": "b"}, r"columns are: prompt, solution\. .*Environment\(question='...', answer='...'\)"),
+        (
+            {"prompt": "a", "solution": "b"},
+            r"columns are: prompt, solution\. .*Environment\(question='...', answer='...'\)",
+        ),
         ({"question": "who?", "answer": None}, "column 'answer' for the answer is empty in this row"),
         ({"question": None, "answer": "me"}, "column 'question' of the question is empty in this row"),
     ):

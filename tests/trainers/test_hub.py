@@ -240,7 +240,10 @@ def test_the_lines_of_a_card_load_the_model_and_generate(embedded_model, tmp_pat
     text = (tmp_path / "run" / "README.md").read_text()
     sampled = "do_sample=True, temperature=0.7, top_p=1.0, top_k=5, repetition_penalty=1.0, max_new_tokens="
     assert f"generate(**inputs, {sampled}{trainer.args.max_new_tokens})" in text
-    assert "sampled with `system_prompt` and `stop_strings` too, which are left out here" in text and "a secret" not in text
+    assert (
+        "sampled with `system_prompt` and `stop_strings` too, which are left out here" in text
+        and "a secret" not in text
+    )
     place = embedded_model.name
     assert f"The base model is not published. It was the folder `{place}` on the machine" in text
     assert "hf upload USER/BASE path/to/model" in text and str(embedded_model) not in text

@@ -174,7 +174,9 @@ def test_another_model_than_the_files_that_were_the_reference_is_not_resumed_wit
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_reference_that_a_model_holds_already_is_replaced(embedded_model, tmp_path, beta):
     """As TRL's DPO leaves it, and an earlier trainer of ours."""
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(embedded_model), LoraConfig(r=2, init_lora_weights=False))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(embedded_model), LoraConfig(r=2, init_lora_weights=False)
+    )
     model.add_adapter(REFERENCE, LoraConfig(r=2, init_lora_weights=False))
     trainer = make_trainer(model, tmp_path, lora=False, beta=beta)
     assert set(trainer.model.peft_config) == ({POLICY, REFERENCE} if beta else {POLICY})

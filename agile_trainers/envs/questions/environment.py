@@ -254,7 +254,9 @@ class ReasoningEnvironment:
 
     def _no_question(self, row: Row) -> str:
         if self.question in row:
-            return f"The column {self.question!r} of the question is empty in this row: {row!r:.200}. Leave it out or mend it."
+            return (
+                f"The column {self.question!r} of the question is empty in this row: {row!r:.200}. Leave the row out."
+            )
         return (
             f"The row has no column {self.question!r}; its columns are: {', '.join(map(str, row))}. Name those of the "
             f"question and of the answer: {self.name}(question='...', answer='...')."
