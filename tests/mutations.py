@@ -1970,10 +1970,6 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k at_the_first_prompt",
     ),
     Mutation(
-        "an observation of the model's role is taken for its answer", "rollout/stepped.py",
-        "if not unchanged and any(", "if any(", "tests/rollout/test_history.py -k role_of_the_model",
-    ),
-    Mutation(
         "a function that failed has no name", "rollout/stepped.py",
         "with _costs(episode, name):", "with _costs(episode):", "tests/rollout/test_history.py -k hostile",
     ),
@@ -1998,7 +1994,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a list with a lock in it stays the environment's own", "envs/checker.py",
-        "        elif kind is list:\n", '        elif kind is list and False:\n', "tests/rollout/test_engine.py -k keeps_of",
+        "        elif stored is list:\n", "        elif False:\n", "tests/rollout/test_engine.py -k keeps_of",
     ),
     Mutation(
         "what an info holds is the environment's own", "envs/checker.py",

@@ -263,20 +263,32 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     copy: Any
     try:
-        if kind is dict:
+        stored = _as_stored(kind)
+        if stored is dict:
             copy = memo[id(value)] = {}
-            copy.update({key: _copied(item, memo) for key, item in list(value.items())})
-        elif kind is list:
+            copy.update({key: _copied(item, memo) for key, item in list(dict.items(value))})
+        elif stored is list:
             copy = memo[id(value)] = []
-            copy += [_copied(item, memo) for item in list(value)]
-        elif kind is tuple:
-            copy = memo[id(value)] = tuple([_copied(item, memo) for item in value])
+            copy += [_copied(item, memo) for item in list(list.__iter__(value))]
+        elif stored is tuple:
+            copy = memo[id(value)] = tuple([_copied(item, memo) for item in tuple.__iter__(value)])
         else:
             copy = deepcopy(value, memo)
     except BaseException as error:  # whatever its class raises, or too deep a nesting
         pass_on_interrupt(error)
         memo[id(value)] = copy = value
     return copy
+
+
+def _as_stored(kind: type) -> type | None:
+    """Return the built-in container by whose methods a class is copied: itself, or that of a subclass with methods of its
+    own, which may never end. None for classes that copy themselves, such as named tuples.
+    """
+    base: type | None = next((one for one in (dict, list, tuple) if issubclass(kind, one)), None)
+    if base is None or kind is base:
+        return base
+    own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("__iter__", "items"))
+    return base if own and kind.__module__ != "collections" else None
 
 
 def plain_text(text: str) -> str:
