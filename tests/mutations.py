@@ -1994,10 +1994,6 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k at_the_first_prompt",
     ),
     Mutation(
-        "an observation of the model's role is taken for its answer", "rollout/stepped.py",
-        "if not unchanged and any(", "if any(", "tests/rollout/test_history.py -k role_of_the_model",
-    ),
-    Mutation(
         "a function that failed has no name", "rollout/stepped.py",
         "with _costs(episode, name):", "with _costs(episode):", "tests/rollout/test_history.py -k hostile",
     ),
@@ -2019,6 +2015,34 @@ MUTATIONS = [
         "what a message holds is the environment's own", "envs/checker.py",
         "    if len(texts) == len(message):\n", "    return dict(message)\n    if len(texts) == len(message):\n",
         "tests/rollout/test_history.py -k nested_values",
+    ),
+    Mutation(
+        "a list with a lock in it stays the environment's own", "envs/checker.py",
+        "        elif stored is list:\n", "        elif False:\n", "tests/rollout/test_engine.py -k keeps_of",
+    ),
+    Mutation(
+        "what an info holds is the environment's own", "envs/checker.py",
+        "    if kind in _IMMUTABLE:\n", "    if True:\n", "tests/rollout/test_engine.py -k keeps_of",
+    ),
+    Mutation(
+        "an environment may repeat the model's answers", "envs/checker.py",
+        'if any(message["role"] == "assistant" for', "if any(False for", "tests/envs/test_env_checker.py -k bad_steps",
+    ),
+    Mutation(
+        "clipped tokens are a finding while the policy learns", "evaluation/diagnosis.py",
+        '2 * BATCHES) or history.rose("success")', '2 * BATCHES) or False', "tests/evaluation/test_diagnosis.py -k planted",
+    ),
+    Mutation(
+        "a card samples as the base model's files say", "checkpoints/model_card.py",
+        'if "temperature" in options:', "if False:", "tests/trainers/test_hub.py -k lines_of_a_card",
+    ),
+    Mutation(
+        "a reference that a model holds stays", "trainers/arguments.py",
+        "        source.delete_adapter(REFERENCE)\n", "", "tests/trainers/test_reference.py -k holds_already",
+    ),
+    Mutation(
+        "a chain compares numbers as texts", "cli/chain/command.py",
+        "            return float(value)\n", "            return value\n", "tests/test_cli_chain.py -k however",
     ),
     Mutation(
         "a function is believed to take messages", "envs/context.py",

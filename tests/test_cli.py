@@ -275,7 +275,7 @@ def test_progress_is_a_table_or_that_of_transformers() -> None:
 
 def test_reward_functions_by_name_and_by_path() -> None:
     script = train.MultiTurnScriptArguments(
-        reward_funcs=["accuracy_reward", "trl.rewards.think_format_reward", "get_soft_overlong_punishment"],
+        reward_funcs=["accuracy_reward", "trl.rewards:think_format_reward", "get_soft_overlong_punishment"],
         reward_model_name_or_path="model",
     )
     functions = train.reward_functions(script)

@@ -24,6 +24,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from agile_trainers.checkpoints.disclosure import withheld
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, supervised_rows
 from agile_trainers.cli.main import main
@@ -198,7 +199,7 @@ def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline:
     changed["stages"][0]["learning_rate"], changed["lora"]["r"] = 0.5, 2
     with pytest.raises(chain.PipelineError) as error:
         chain.run_pipeline(parse_pipeline(changed), QUIET)
-    assert "  learning_rate: another value" in str(error.value) and "  lora: {'r': 4" in str(error.value)
+    assert "  learning_rate: 0.01 -> 0.5" in str(error.value) and "  lora: {'r': 4" in str(error.value)
 
     # The first stage again: what was built on the old one does not fit any more.
     shutil.rmtree(tmp_path / "chain" / "sft")
@@ -253,6 +254,33 @@ def test_a_stages_lora_is_the_same_in_every_process(pipeline: dict) -> None:
         ):  # fmt: skip
             with pytest.raises(chain.PipelineError, match=rf"options:\n  stage_lora\.{told}\nRestore"):
                 chain._checked(parse_pipeline(change(copy.deepcopy(pipeline), f"stages.0.lora.{name}", value)))
+
+
+def test_a_number_is_the_same_however_it_is_written(pipeline: dict) -> None:
+    """PyYAML reads ``1e-3`` as text."""
+    search = {
+        "algorithm": "grpo",
+        "members": 2,
+        "rounds": 1,
+        "hyperparameters": {"learning_rate": {"low": "1e-5", "high": 0.1}},
+    }
+    pipeline["stages"] = [
+        {**pipeline["stages"][0], "learning_rate": "1e-3"},
+        {"evolve": {**search, "options": {"max_steps": 2, "weight_decay": "1e-3"}}},
+    ]
+    states = finished(pipeline)
+    assert states[0]["made_of"]["learning_rate"] == states[1]["made_of"]["weight_decay"] == 0.001
+    again = copy.deepcopy(pipeline)
+    again["stages"][0]["learning_rate"] = again["stages"][1]["evolve"]["options"]["weight_decay"] = 0.001
+    again["stages"][1]["evolve"]["hyperparameters"]["learning_rate"]["low"] = 0.00001
+    assert [one and one["id"] for one in chain._checked(parse_pipeline(again))] == ["run of sft", "run of evolve"]
+    for one in (1e-4, "1e-4"):
+        with pytest.raises(chain.PipelineError, match=r"options:\n  learning_rate: 0\.001 -> 0\.0001\n"):
+            chain._checked(parse_pipeline(change(copy.deepcopy(pipeline), "stages.0.learning_rate", one)))
+    # As earlier versions recorded it.
+    states[0]["made_of"]["learning_rate"] = withheld("learning_rate", "1e-3")
+    record(pipeline, "sft", states[0])
+    assert [one and one["id"] for one in chain._checked(parse_pipeline(pipeline))] == ["run of sft", "run of evolve"]
 
 
 def test_a_stage_after_other_stages_is_not_taken_for_finished(pipeline: dict) -> None:

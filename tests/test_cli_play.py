@@ -47,6 +47,11 @@ class Broken:
         raise RuntimeError("no more")
 
 
+class OfRows(Broken):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return options["question"], {}  # type: ignore[index]
+
+
 class Toy:
     def reset(self, seed: int | None = None) -> Any:
         return "What is 2+2?", {}
@@ -141,6 +146,9 @@ def test_what_cannot_be_played_is_said(capsys: pytest.CaptureFixture[str]) -> No
         played("--environment", "agile:guess_nmber", answers=())
     code, screen = played("--environment", f"{__name__}:Broken", answers=("a",))
     assert code == 1 and "RuntimeError: no more" in screen and "environment_error" in screen
+    assert "reset gets no row" not in screen
+    code, screen = played("--environment", f"{__name__}:OfRows", answers=())
+    assert code == 1 and "reset gets no row here (options=None)" in screen
     for option, message in (
         (["--environment_args", "[1]"], "expected a JSON object"),
         (["--environment_args", "{"], "is not JSON"),

@@ -13,7 +13,8 @@ from agile_trainers.evaluation.diagnosis import HEALTH_CHECKS, METRICS
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")[1:]}
+*SYMPTOMS, _ = PAGE.split("\n## ")[1:]  # the last section has the conditions
+SECTIONS = {text.split("\n", 1)[0]: text for text in SYMPTOMS}
 OTHERS = {"max_position_embeddings", "train_dataset", "decision_truncate", "grad_norm"}
 """Of the model's configuration, an argument of trainers, a value of an option, and a metric of `Trainer`."""
 WORDS = {"demonstrations", "seed"}
@@ -30,6 +31,7 @@ def logged_names() -> str:
 
 def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
     assert [*SECTIONS] == [check.name for check in HEALTH_CHECKS]
+    assert {*re.findall(r"\[(\w+)\]\(#\1\)", PAGE.partition("\n## ")[0])} == SECTIONS.keys(), "each has a symptom"
 
 
 @pytest.mark.parametrize("check", HEALTH_CHECKS, ids=lambda check: check.name)

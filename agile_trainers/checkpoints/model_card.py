@@ -38,6 +38,9 @@ _SHARED = (
 )  # fmt: skip
 """Options of transformers that the card shows; many of the others describe the machine, not the training."""
 _ALWAYS = ("learning_rate", "beta", "temperature", "seed", "max_turns", "max_new_tokens")
+_SAMPLING = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+"""Options of sampling to their defaults, for which a model's own ``generation_config.json`` may have other values."""
+_LEFT_OUT = ("system_prompt", "stop_strings", "chat_template_kwargs", "generation_kwargs")
 _WHERE = ("vllm_server", "vllm_group_port", "hub_", "log_", "model_init_kwargs", "ds3_")
 _EVALUATIONS = 10
 """Largest number of rows of the evaluation table; the last evaluation is always among them."""
@@ -131,6 +134,8 @@ def model_card(
         source=", with ".join(one for one in (source, link) if one) or "rows",
         trainer=trainer,
         chat=chat,
+        sampling=_sampling(options),
+        left_out=" and ".join(f"`{name}`" for name in _LEFT_OUT if name in options),
         evaluation=_evaluation_rows(evaluations, measured, baselines),
         panels=panels(log_history, baselines),
         curve=CURVE,
@@ -139,6 +144,15 @@ def model_card(
         stages=_stages(record),
         paper=paper,
     )
+
+
+def _sampling(options: Mapping[str, Any]) -> str:
+    """Return the arguments of ``generate`` with which a run sampled, and the usual ones of a run that did not."""
+    given = {"max_new_tokens": options.get("max_new_tokens") or options.get("max_completion_length") or 64}
+    if "temperature" in options:
+        values = {name: options.get(name, default) for name, default in _SAMPLING.items()}
+        given = {"do_sample": True, **{name: value for name, value in values.items() if value is not None}, **given}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def _evaluations(log_history: Sequence[Mapping[str, Any]], baselines: Baselines) -> list[Mapping[str, Any]]:

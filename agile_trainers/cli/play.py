@@ -114,6 +114,10 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
             with Path(options.record).open("a", encoding="utf-8") as file:
                 file.write(to_json({"seed": seed, "messages": conversation, "rewards": episode.rewards}) + "\n")
         if episode.stop_reason.failed:
+            if not episode.turns and agent is None:
+                console.print(
+                    "reset gets no row here (options=None): an environment that needs one cannot be played so."
+                )
             return 1
     return 0
 

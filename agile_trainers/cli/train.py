@@ -206,7 +206,7 @@ def reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..
         if name == "get_soft_overlong_punishment":  # the lengths of `trl grpo`
             functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
             continue
-        module, _, attribute = name.rpartition(".")
+        module, _, attribute = name.replace(":", ".").rpartition(".")
         if module and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         source = import_named(module) if module else rewards

@@ -368,6 +368,11 @@ class MultiTurnConfig(GRPOConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if withheld := [name for name, value in vars(self).items() if is_withheld(value)]:
+            raise ValueError(
+                f"{withheld[0]}={vars(self)[withheld[0]]!r} stands for a value that does not leave the machine: to_dict() "
+                "and records hold no others. Pass the value itself, or copy a configuration with copy.copy."
+            )
         check_numbers(self)
         check_rules(self, SIZES)
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is

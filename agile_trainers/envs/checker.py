@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
@@ -41,6 +42,8 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)
 _LONGEST_MESSAGE = 2000
 _NOT_OWN = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 _INSTALLED = Path(sysconfig.get_path("purelib"))
+_IMMUTABLE = {str, int, float, bool, type(None), bytes, np.bool_, np.int64, np.float32, np.float64}
+"""Types of which copies are not needed. Others are asked, which takes longer."""
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -72,8 +75,9 @@ def validate_step(result: Any) -> StepResult:
         The same five values as plain data: see :func:`validate_reset`; the reward as ``float``, the two flags as ``bool``.
 
     Raises:
-        EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``.
-            NumPy scalars are allowed. A bool as reward is rejected, since it is usually a misplaced flag.
+        EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``, or
+            a message has role ``assistant``. NumPy scalars are allowed. A bool as reward is rejected, since it is usually a
+            misplaced flag.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvironmentProtocolError(
@@ -81,6 +85,11 @@ def validate_step(result: Any) -> StepResult:
         )
     observation, reward, terminated, truncated, info = result
     observation = _validate_observation(observation, "step()")
+    if any(message["role"] == "assistant" for message in as_messages(observation)):
+        raise EnvironmentProtocolError(
+            "step() returned a message of role 'assistant', which is the model's own. The conversation is kept by the "
+            'rollout: return only what is new, such as [{"role": "user", "content": "..."}].'
+        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise EnvironmentProtocolError(
@@ -223,7 +232,9 @@ def _plain_message(message: Message) -> Message:
 def _validate_info(info: Any, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvironmentProtocolError(f"{method} returned info={_describe(info)}; expected a dict, {{}} if empty.")
-    info = _stored(info)  # the environment may keep changing its own dict
+    memo: dict[int, Any] = {}
+    # The environment may go on changing its own dict, and what is in it.
+    info = {name: _copied(value, memo) for name, value in _stored(info).items()}
     if not isinstance(info.get("success", False), (bool, np.bool_)):
         raise EnvironmentProtocolError(
             f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
@@ -236,6 +247,48 @@ def _validate_info(info: Any, method: str) -> dict[str, Any]:
 def _stored(value: Any) -> Any:
     """Copy what a dict stores, past the methods of a subclass, which may raise or never end. Other values stay."""
     return dict(dict.items(value)) if issubclass(type(value), dict) else value
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value, containers item by item: what cannot be copied, such as a lock, stays the environment's own.
+
+    Args:
+        value: The value.
+        memo: The copies by the ids of their originals, which may be held several times or hold themselves.
+    """
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    copy: Any
+    try:
+        stored = _as_stored(kind)
+        if stored is dict:
+            copy = memo[id(value)] = {}
+            copy.update({key: _copied(item, memo) for key, item in list(dict.items(value))})
+        elif stored is list:
+            copy = memo[id(value)] = []
+            copy += [_copied(item, memo) for item in list(list.__iter__(value))]
+        elif stored is tuple:
+            copy = memo[id(value)] = tuple([_copied(item, memo) for item in tuple.__iter__(value)])
+        else:
+            copy = deepcopy(value, memo)
+    except BaseException as error:  # whatever its class raises, or too deep a nesting
+        pass_on_interrupt(error)
+        memo[id(value)] = copy = value
+    return copy
+
+
+def _as_stored(kind: type) -> type | None:
+    """Return the built-in container by whose methods a class is copied: itself, or that of a subclass with methods of its
+    own, which may never end. None for classes that copy themselves, such as named tuples.
+    """
+    base: type | None = next((one for one in (dict, list, tuple) if issubclass(kind, one)), None)
+    if base is None or kind is base:
+        return base
+    own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("__iter__", "items"))
+    return base if own and kind.__module__ != "collections" else None
 
 
 def plain_text(text: str) -> str:
@@ -497,7 +550,8 @@ async def _play(
 ) -> tuple[Observation, list[StepResult]]:
     """Play one episode; return its first observation and its steps."""
     watch.begin(f"reset(seed={seed})")
-    start, _ = validate_reset(await _call(bound(environment, "reset", seed, options)))
+    # A copy, as in a rollout: an environment may change its row.
+    start, _ = validate_reset(await _call(bound(environment, "reset", seed, deepcopy(options))))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]

@@ -8,6 +8,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def play(
         EnvironmentProtocolError: If the environment breaks the protocol.
     """
     rng = random.Random(f"player {seed if player is None else player}")
-    observation, _ = validate_reset(bound(environment, "reset", seed, options)())
+    observation, _ = validate_reset(bound(environment, "reset", seed, deepcopy(options))())
     episode = Episode(messages=as_messages(observation))
     while True:
         answer = policy(episode.messages, rng)

@@ -530,6 +530,8 @@ def _ratio_clipped(history: MetricHistory, options: Any) -> Evidence | None:
     # One ratio per sequence leaves a narrow range at once; GSPO's paper clips 15 % of the tokens.
     if share is None or share < (0.5 if options.importance_sampling_level == "sequence" else 0.3):
         return None
+    if not history.last("reward", 2 * BATCHES) or history.rose("success") or history.rose("reward"):
+        return None  # it learns all the same, or nobody knows yet
     return Evidence(f"{share:.0%} of the tokens are clipped: the policy moves too far on one batch.", share)
 
 
@@ -991,7 +993,7 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         unless=("solved", *_CAUSES),
     ),
     HealthCheck(
-        "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), _ratio_clipped,
+        "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio", "success", "reward"), _ratio_clipped,
         "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
         "epsilon_high.",
         unless=_DESTROYED,

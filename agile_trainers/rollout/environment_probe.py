@@ -95,13 +95,13 @@ def probe_environment(
             validate_end(_outcome(pool))
         reusable = True
     except EnvironmentProtocolError as error:
-        raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
+        raise EnvironmentProtocolError(f"{name} cannot be played:\n- {error}") from error
     except InlineTimeoutError:
         raise
     except BaseException as error:
         pass_on_interrupt(error)
         raise EnvironmentProtocolError(
-            f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
+            f"{name} cannot be played:\n- {method} raised {describe_error(error)}"
         ) from error
     finally:
         pool.release(0, reusable=reusable)

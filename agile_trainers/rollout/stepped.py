@@ -364,7 +364,7 @@ class SteppedRollout:
             return
         end = episode.answered
         said = messages[end:] if messages[:end] == known[:end] else []
-        if not unchanged and any(one["role"] == "assistant" for one in said):
+        if any(one["role"] == "assistant" for one in said):
             said = []
         last = episode.turns[-1]
         path = episode.paths[-1]

@@ -113,7 +113,7 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         given: The arguments of its constructor, by name.
 
     Raises:
-        TypeError: For an argument of the wrong kind.
+        TypeError: For an argument of the wrong kind, such as a model without a head.
         ValueError: For an argument that an environment replaces, a model that cannot be found, has an adapter already,
             names no files for its reference, or is not in the files that vLLM would load, a tokenizer without an end of
             turn, or an ``output_dir`` that is a file or the model's own folder.
@@ -139,6 +139,12 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         values |= {f"eval_dataset[{name!r}]": part for name, part in values.pop("eval_dataset").items()}
     for name, value in values.items():
         _check_kind(name, value)
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(inner, PreTrainedModel) and not inner.can_generate():
+        raise TypeError(
+            f"model is a {type(inner).__name__}, which has no head that gives tokens. Load it with "
+            "AutoModelForCausalLM.from_pretrained, or pass its name or folder."
+        )
     check_output_dir(args.output_dir, model)
     if isinstance(model, str) and not {"subfolder", "gguf_file"} & set(args.model_init_kwargs or {}):
         check_model(model, (args.model_init_kwargs or {}).get("revision"), option="model")
@@ -336,6 +342,13 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
             f"{source!r}. Leave it unset; the reference is then the loaded policy."
         )
+    if isinstance(source, PeftModel) and {POLICY, REFERENCE} <= source.peft_config.keys():
+        logger.warning(
+            "The model holds an adapter %r, such as DPO and an earlier run leave. It is removed: the reference of this run, "
+            "if it has one, is the policy as it is now.",
+            REFERENCE,
+        )
+        source.delete_adapter(REFERENCE)
     if saved is None:
         return dict(arguments), None
     if quantization is not None:

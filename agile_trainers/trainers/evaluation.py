@@ -185,6 +185,20 @@ def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
     return dataset.select_columns(kept)
 
 
+def rows_to_predict(args: MultiTurnConfig, dataset: Any) -> list[dict[str, Any]]:
+    """Return the rows of ``predict``.
+
+    Raises:
+        TypeError: If there are none.
+        ValueError: If no column is left.
+    """
+    if dataset is None:
+        raise TypeError(
+            "predict plays the rows of a test_dataset, got None. Without rows, call evaluate() or rollout()."
+        )
+    return list(kept_columns(args, dataset, "test_dataset"))
+
+
 def rows_of(eval_rows: Any, eval_dataset: Any) -> Any:
     """Return the rows that ``evaluate(eval_dataset)`` plays: the trainer's for None, one data set for its name.
 

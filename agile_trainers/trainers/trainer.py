@@ -52,7 +52,7 @@ from agile_trainers.trainers.arguments import (
     loading_policy,
     named_model,
 )
-from agile_trainers.trainers.evaluation import Evaluated, conversations, kept_columns, rows_of
+from agile_trainers.trainers.evaluation import Evaluated, conversations, rows_of, rows_to_predict
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -685,7 +685,7 @@ class MultiTurnTrainer(_Trainer):
             (in an episode of several paths, ``Trajectory.messages``: those of the last turn's conversation);
             ``metrics``: those of :meth:`evaluate`. There are no ``label_ids``.
         """
-        rows = list(kept_columns(self.args, test_dataset, "test_dataset"))
+        rows = rows_to_predict(self.args, test_dataset)
         played = self._play_evaluation(rows, len(rows), None, metric_key_prefix)
         said = conversations(played, len(rows))
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, played.metrics)

@@ -86,12 +86,28 @@ def test_bad_resets_are_named(result: Any, words: list[str]) -> None:
         (("a", 1.0, False, False, []), ["info=[]", "dict"]),
         (("a", 1.0, True, False, {"success": "no"}), ["info['success']='no'", "True or False"]),
         ((b"a", 1.0, True, False, {}), ["b'a' (bytes)", "text or a list"]),
+        (
+            ([*MESSAGES, {"role": "assistant", "content": "1"}], 1.0, False, False, {}),
+            ["'assistant'", "only what is new"],
+        ),
     ],
 )
 def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
     with pytest.raises(EnvironmentProtocolError) as error:
         validate_step(result)
     assert all(word in str(error.value) for word in ["step()", *words]), error.value
+
+
+def test_a_row_that_an_environment_changes_is_as_it_was_for_the_next_one() -> None:
+    class Taking(Echo):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            self.turn = 0
+            return options["words"].pop(), {}  # type: ignore[index]
+
+    row = {"words": ["one", "two"]}
+    assert not check_environment(Taking, options=row).findings
+    assert play(Taking(), lambda messages, rng: "a", seed=0, options=row).messages[0]["content"] == "two"
+    assert row == {"words": ["one", "two"]}
 
 
 def test_an_unawaited_result_is_named() -> None:
@@ -371,6 +387,12 @@ class NeverRead(Echo):
         return "so it goes " * 1_000_000, {}
 
 
+class ReturnsTheConversation(Echo):
+    def step(self, action: str) -> Any:
+        said = [{"role": "assistant", "content": action}, {"role": "user", "content": "go on"}]
+        return [*MESSAGES, *said], *super().step(action)[1:]
+
+
 class RaisesOnReset(Echo):
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         raise ConnectionError("the server is away")
@@ -403,6 +425,7 @@ BROKEN = {
     StreamsForever: "the observation repeat('more ') (repeat); expected text",
     RepeatsEverything: "repeats the previous",
     NeverRead: "11,000,000 characters",
+    ReturnsTheConversation: "step() returned a message of role 'assistant'",
     RaisesOnReset: "reset(seed=0) raised ConnectionError: the server is away",
     RaisesOnUnknownWords: "step() of turn 1 after reset(seed=0) raised KeyError: '0'",
     HangsOnStep: "step() of turn 1 after reset(seed=0) did not return within 0.2 s",

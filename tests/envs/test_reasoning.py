@@ -209,6 +209,21 @@ def test_rows_may_come_from_the_trainer_alone() -> None:
         environment.reset(seed=1)
     with pytest.raises(ValueError, match="no column 'answer'"):
         environment.reset(options={"question": "who?"})
+    for row, words in (
+        (
+            {"prompt": "a", "solution": "b"},
+            r"columns are: prompt, solution\. .*Environment\(question='...', answer='...'\)",
+        ),
+        ({"question": "who?", "answer": None}, "column 'answer' for the answer is empty in this row"),
+        ({"question": None, "answer": "me"}, "column 'question' of the question is empty in this row"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            environment.reset(seed=1, options=row)
+
+
+def test_a_column_may_have_a_dot() -> None:
+    environment = ReasoningEnvironment([{"q.text": "who?", "answer": "me"}], question="q.text", test_fraction=0)
+    assert environment.reset(seed=0)[0] == "who?" and environment.step("me")[1] == 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -163,6 +163,9 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["episodes_cut"], always({"stop/max_turns": 1.0, "success": 0.0}), Options(),
     ),
     "clipped tokens": (["ratio_clipped"], always({"clip_ratio/region_mean": 0.4}), Options()),
+    "clipped tokens of a policy that learns": (
+        [], lambda step: {"clip_ratio/region_mean": 0.4, "success": min(0.04 + 0.03 * step, 0.9)}, Options(),
+    ),
     "sequences leave a narrow range": (
         [], always({"clip_ratio/region_mean": 0.4}), Options(importance_sampling_level="sequence"),
     ),

@@ -9,7 +9,7 @@ import pytest
 from elsewhere import Broken, Colour, Elsewhere, Forgetful, Other, Unready, Wrong
 from episodes import CHAT, TOKENIZER, Scripted, ScriptedSampler, end, go_on, ids, make_engine, specs
 
-from agile_trainers.embedded import make_tokenizer, make_word_tokenizer
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
 from agile_trainers.envs.context import (
     Context,
@@ -360,18 +360,6 @@ def test_many_empty_messages_are_no_work() -> None:
     engine.chat = Counting(TOKENIZER)
     (episode,) = engine.run(specs(GAME), ScriptedSampler())
     assert episode.stop_reason is StopReason.REWRITE_FULL and max(rendered) == 1
-
-
-def test_an_observation_with_the_role_of_the_model_is_part_of_a_conversation_without_a_template() -> None:
-    tokenizer = make_word_tokenizer(["go", "up", "b", "a"])
-    tokenizer.chat_template = None
-    engine = make_engine()
-    engine.chat = ChatRenderer(tokenizer)
-    policy = ScriptedGenerator(lambda request: tokenizer.encode("a"))
-    steps = [go_on([user("up"), assistant("b")], 1.0), go_on("up"), end(2.0)]
-    (episode,) = engine.run(specs({"answers": steps}), policy)
-    assert episode.stop_reason is StopReason.TERMINATED and episode.paths is None
-    assert tokenizer.decode(episode.completion_ids).split() == ["a", "up", "b", "a", "up", "a"]
 
 
 @pytest.mark.parametrize("template", [True, False])

@@ -139,6 +139,8 @@ def test_predict_plays_every_row_once_and_trains_nothing(trained):
     folder = Path(trained.args.output_dir, "rollouts")
     files = len(list(folder.iterdir()))
     output = trained.predict(rows(*range(30, 35)))
+    with pytest.raises(TypeError, match="predict plays the rows of a test_dataset, got None"):
+        trained.predict(None)
     assert output.predictions.shape == (5,) and output.label_ids is None
     assert [messages[0]["role"] for messages in output.predictions] == ["assistant"] * 5
     assert output.metrics["test_episodes"] == 5 and output.metrics["test_rewards/<lambda>/mean"] == 32

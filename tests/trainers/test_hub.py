@@ -330,9 +330,15 @@ def test_the_card_tells_the_stages_and_the_base():
 
 
 def test_the_lines_of_a_card_load_the_model_and_generate(embedded_model, tmp_path, monkeypatch, capsys):
-    trainer = make_trainer(embedded_model, tmp_path / "run")
+    trainer = make_trainer(embedded_model, tmp_path / "run", temperature=0.7, top_k=5, system_prompt="a secret")
     trainer.save_model()
     text = (tmp_path / "run" / "README.md").read_text()
+    sampled = "do_sample=True, temperature=0.7, top_p=1.0, top_k=5, repetition_penalty=1.0, max_new_tokens="
+    assert f"generate(**inputs, {sampled}{trainer.args.max_new_tokens})" in text
+    assert (
+        "sampled with `system_prompt` and `stop_strings` too, which are left out here" in text
+        and "a secret" not in text
+    )
     place = embedded_model.name
     assert f"The base model is not published. It was the folder `{place}` on the machine" in text
     assert "hf upload USER/BASE path/to/model" in text and str(embedded_model) not in text
@@ -341,6 +347,7 @@ def test_the_lines_of_a_card_load_the_model_and_generate(embedded_model, tmp_pat
     capsys.readouterr()
     exec(code, {})
     assert capsys.readouterr().out.strip(), "an answer"
+    assert "generate(**inputs, max_new_tokens=64)" in card() and "left out here" not in card(), "of rows"
     assert "not published" not in card() and "path/to" not in card(), "a base of the Hub"
 
 

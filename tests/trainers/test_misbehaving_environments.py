@@ -100,9 +100,7 @@ def test_an_environment_does_not_end_the_program(
 ) -> None:
     monkeypatch.setattr(Leaving, "at", at)
     called = {"init": "the factory", "reset": r"reset\(", "step": r"step\("}[at]
-    with pytest.raises(
-        EnvironmentProtocolError, match=f"Leaving cannot be trained on(?s:.*){called}.*SystemExit: {at}"
-    ):
+    with pytest.raises(EnvironmentProtocolError, match=f"Leaving cannot be played(?s:.*){called}.*SystemExit: {at}"):
         make_trainer(embedded_model, tmp_path, environment=Leaving, **where)
 
 

@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 from errors import naming
 from games import LORA, Chatter, make_trainer, settings
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.step.reward import over_sound_episodes
@@ -173,6 +173,12 @@ def test_a_forgotten_model(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'") as raised:
         MultiTurnGRPOTrainer(environment=Chatter, args=MultiTurnGRPOConfig(**settings(tmp_path)))  # type: ignore[call-arg]
     assert raised.value.__context__ is None
+
+
+def test_a_model_without_a_head(embedded_model: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(embedded_model)
+    with pytest.raises(TypeError, match=r"Qwen3Model, which has no head .*AutoModelForCausalLM"):
+        MultiTurnGRPOTrainer(model=model, environment=Chatter, args=MultiTurnGRPOConfig(**settings(tmp_path)))
 
 
 def test_a_path_as_model(embedded_model: Path, tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tm
         ({"lo w": Low}, "the name 'lo w' becomes part"),
         ({1: Low}, "the name 1 becomes part"),
         ({"low": Low, "high": "agile:gess_number"}, "'high'.*'agile:gess_number'"),
-        ({"low": Low, "high": lambda: object()}, r"high \(object\) cannot be trained on"),
+        ({"low": Low, "high": lambda: object()}, r"high \(object\) cannot be played"),
     ],
 )
 def test_environments_that_cannot_be_are_refused(embedded_model, tmp_path, environment, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpointed_runs import assert_same, run_until, weights
 from games import draw_batch, loss_and_gradients, make_trainer
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from agile_trainers.adapters.copies import copy_adapter
@@ -169,6 +169,18 @@ def test_another_model_than_the_files_that_were_the_reference_is_not_resumed_wit
     on = make_trainer(first.model, tmp_path / "on", max_steps=1, **options)
     on.train()
     assert on.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_reference_that_a_model_holds_already_is_replaced(embedded_model, tmp_path, beta):
+    """As TRL's DPO leaves it, and an earlier trainer of ours."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(embedded_model), LoraConfig(r=2, init_lora_weights=False)
+    )
+    model.add_adapter(REFERENCE, LoraConfig(r=2, init_lora_weights=False))
+    trainer = make_trainer(model, tmp_path, lora=False, beta=beta)
+    assert set(trainer.model.peft_config) == ({POLICY, REFERENCE} if beta else {POLICY})
+    assert not beta or same(*policy_and_reference(trainer))
 
 
 def test_a_model_whose_reference_cannot_be_loaded_is_refused(embedded_model, tmp_path):

@@ -76,6 +76,9 @@ def test_copies_keep_values_and_what_leaves_has_none(tmp_path: Path) -> None:
     named = config(tmp_path, public_values=["system_prompt"])
     assert named.to_dict()["system_prompt"] == hyperparameters(named)["system_prompt"] == PLAIN
     assert pickle.loads(pickle.dumps(named)).system_prompt == PLAIN
+    with pytest.raises(ValueError, match=r"^\w+='<\w+, withheld: .*Pass the value itself") as raised:
+        type(args)(**args.to_dict())
+    assert TOKEN not in str(raised.value) and PLAIN not in str(raised.value)
 
 
 def test_every_configuration_prints_without_its_token(tmp_path: Path) -> None:

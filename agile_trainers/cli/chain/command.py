@@ -13,7 +13,9 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from accelerate import PartialState
@@ -166,8 +168,14 @@ def _shown(stage: Stage) -> str:
     return stage.algorithm if stage.population is None else f"evolve {stage.algorithm}"
 
 
-def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
-    """Return the options that a stage's result depends on, as JSON values as they are, without the earlier stages."""
+def made_of(pipeline: Pipeline, stage: Stage, *, written: bool = False) -> dict[str, Any]:
+    """Return the options that a stage's result depends on, as JSON values as they are, without the earlier stages.
+
+    Args:
+        pipeline: The chain.
+        stage: The stage.
+        written: Return numbers that YAML takes for text, such as ``1e-3``, as they are written.
+    """
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
     if stage.dataset is not None and Path(stage.dataset).is_file():
         own[_CONTENT] = digest_of(Path(stage.dataset))
@@ -175,9 +183,26 @@ def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
         own |= _stage_lora({**lora_settings(stage.lora), _INITIALIZATION: stage.lora.init_lora_weights})
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
     options = {name: value for name, value in stage.options.items() if name not in _NO_EFFECT}
+    if not written:
+        options = {name: _number(value, getattr(stage.config, name, None)) for name, value in options.items()}
     made = _flat({**shared, **own, **options})
     made.pop(_HOURS, None)  # may be raised
     return made
+
+
+def _number(value: Any, parsed: Any = None) -> Any:
+    """Return the number that a text stands for, such as ``1e-3``, if it was parsed as one; other values as they are.
+
+    Args:
+        value: An option of the file, or the settings of a population.
+        parsed: Its value in the configuration; None for the settings of a population, which it does not have.
+    """
+    if isinstance(value, dict) and parsed is None:
+        return {name: _number(one) for name, one in value.items()}
+    if isinstance(value, str) and isinstance(parsed, (int, float, NoneType)):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _stage_lora(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,6 +280,8 @@ def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
         if _CONTENT not in then or _CONTENT not in now:  # recorded by an earlier version, or its file is gone
             then.pop(_CONTENT, None), now.pop(_CONTENT, None)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
+        as_written, _ = differences(then, made_of(pipeline, stage, written=True), {})  # as earlier versions recorded it
+        changed = {name: clause for name, clause in changed.items() if name in as_written}
         warn_of_unknown(folder / STATE, unknown)
         if changed and not state["finished"] and _trained_nothing(stage, folder):
             states.append(None)  # it failed before its first checkpoint, and begins again with what was corrected

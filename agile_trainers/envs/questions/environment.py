@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_options
@@ -101,9 +101,11 @@ class ReasoningEnvironment:
         given = {name: value for name, value in (options or {}).items() if value is not None}
         info: dict[str, Any] = {}
         if self.question in given:
-            self._check_columns(given)
+            self._check_columns(given, empty=set(options or {}) - set(given))
             self._current = given
         else:
+            if options and self.rows is None:
+                raise ValueError(self._no_question(options))
             given = read_options(given, ("split", "row"), self.name)
             drawn = random.SystemRandom().randrange(2**31) if seed is None else seed
             info = {"split": given.get("split", self.split), "row": self._index(drawn, **given)}
@@ -213,7 +215,7 @@ class ReasoningEnvironment:
         """Return an ideal completion for a row."""
         if callable(self.demonstration):
             return self.demonstration(row)
-        return self.demonstration.format_map({**row, "answer": self.answer_to(row)})
+        return _COLUMNS.vformat(self.demonstration, (), {**row, "answer": self.answer_to(row)})
 
     def scripted_policies(self) -> dict[str, ScriptedPolicy]:
         """Return a policy of the ideal answer and, if there are rows, one of a random question's ideal answer."""
@@ -250,6 +252,16 @@ class ReasoningEnvironment:
         count = self.rows.count(split or self.split)
         return seed if count is None else seed % count
 
+    def _no_question(self, row: Row) -> str:
+        if self.question in row:
+            return (
+                f"The column {self.question!r} of the question is empty in this row: {row!r:.200}. Leave the row out."
+            )
+        return (
+            f"The row has no column {self.question!r}; its columns are: {', '.join(map(str, row))}. Name those of the "
+            f"question and of the answer: {self.name}(question='...', answer='...')."
+        )
+
     def _check_split(self, split: str) -> None:
         if self.rows is None:
             raise ValueError(
@@ -261,17 +273,17 @@ class ReasoningEnvironment:
         if self.rows.count(split) == 0:
             raise ValueError(f"The split {split!r} has no rows. Choose another split or change test_fraction.")
 
-    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
+    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str], empty: Collection[str] = ()) -> None:
         check_column(self.question, columns, "question")
         if not callable(self.answer):
-            check_column(self.answer, columns, "answer")
+            check_column(self.answer, columns, "answer", empty)
         for name in (name for message in self.template for name in _fields(message["content"])):
             if name in {"answer", self.answer}:
                 raise ValueError(f"The template contains {{{name}}}, which would show the model the answer. Remove it.")
-            check_column(name, columns, "template")
+            check_column(name, columns, "template", empty)
         if not callable(self.demonstration):
             for name in _fields(self.demonstration):
-                check_column(name, [*columns, "answer"], "demonstration")
+                check_column(name, [*columns, "answer"], "demonstration", empty)
 
 
 def _messages(template: str | Sequence[Message], system_prompt: str | None) -> list[Message]:
@@ -282,6 +294,16 @@ def _messages(template: str | Sequence[Message], system_prompt: str | None) -> l
             raise ValueError("The template has a system message and system_prompt is set as well: keep one of the two.")
         messages.insert(0, {"role": "system", "content": system_prompt.replace("{", "{{").replace("}", "}}")})
     return messages
+
+
+class _Columns(string.Formatter):
+    """Fills in columns by their whole names, which may have a dot."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs[field_name], field_name
+
+
+_COLUMNS = _Columns()
 
 
 def _fields(template: str) -> list[str]:
@@ -305,7 +327,7 @@ def _filled(messages: Sequence[Message], row: Row) -> list[Message]:
         text = message["content"]
         column = next((name for name in _fields(text) if _are_messages(row.get(name))), None)
         if column is None:
-            filled.append({**message, "content": text.format_map(row)})
+            filled.append({**message, "content": _COLUMNS.vformat(text, (), row)})
         elif text == f"{{{column}}}":
             # A data set gives every message the keys of all.
             filled += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,9 +194,11 @@ def read_dataset(path: str, config: str | None = None, **options: Any) -> Any:
     return datasets.load_dataset(path, config, **options)
 
 
-def check_column(name: str, columns: Iterable[str], what: str) -> None:
-    """Check that a column exists; the ``ValueError`` names the nearest one."""
+def check_column(name: str, columns: Iterable[str], what: str, empty: Collection[str] = ()) -> None:
+    """Check that a column exists, and is not among the empty ones; the ``ValueError`` names the nearest one."""
     columns = list(columns)
+    if name in empty:
+        raise ValueError(f"The column {name!r} for the {what} is empty in this row. Leave the row out or mend it.")
     if name not in columns:
         near = nearest(name, columns, count=1, cutoff=0.3) or "."
         raise ValueError(f"There is no column {name!r} for the {what}{near} The columns are: {', '.join(columns)}.")
