@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ _NOT_OWN = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 _INSTALLED = Path(sysconfig.get_path("purelib"))
 _IMMUTABLE = {str, int, float, bool, type(None), bytes, np.bool_, np.int64, np.float32, np.float64}
 """Types of which copies are not needed. Others are asked, which takes longer."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -250,7 +252,8 @@ def _stored(value: Any) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, containers item by item: what cannot be copied, such as a lock, stays the environment's own.
+    """Copy containers and arrays. Other objects, which may be as large as a model, stay the environment's own, and so does
+    what cannot be copied.
 
     Args:
         value: The value.
@@ -273,7 +276,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         elif stored is tuple:
             copy = memo[id(value)] = tuple([_copied(item, memo) for item in tuple.__iter__(value)])
         else:
-            copy = deepcopy(value, memo)
+            copy = deepcopy(value, memo) if issubclass(kind, _CONTAINERS) or hasattr(kind, "__array__") else value
+            if getattr(value, "__dict__", None) is value:  # a dict whose items are its attributes
+                copy.__dict__ = copy
     except BaseException as error:  # whatever its class raises, or too deep a nesting
         pass_on_interrupt(error)
         memo[id(value)] = copy = value

@@ -221,7 +221,12 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
             self.lock = threading.Lock()  # of which there is no copy
 
         def held(self) -> dict[str, Any]:
-            return {"log": self.log, "seen": (self.seen, {1}), "board": self.board, "beside": [self.lock, self.log]}
+            return {
+                "log": self.log,
+                "seen": (self.seen, {1}),
+                "board": self.board,
+                "beside": [self.lock, self.log, self],
+            }
 
         def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
             self.log.clear()
@@ -241,6 +246,7 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
     for seed, trajectory in enumerate(trajectories):
         for turn, info in enumerate([trajectory.reset_info, *(turn.info for turn in trajectory.turns)]):
             assert info["log"] == list(range(turn)) and info["beside"][1] is info["log"]
+            assert isinstance(info["beside"][2], Logging) and info["beside"][2].lock is info["beside"][0]
             assert info["seen"] == ({"n": [seed + turn]}, {1}) and info["board"].tolist() == [seed + turn] * 3
 
 
