@@ -325,7 +325,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an agent's own limit cuts an episode", "types.py",
-        'isinstance(call, Mapping) and "max_tokens" in call', "False",
+        '"max_tokens" not in turn.call', "True",
         "tests/rollout/agents/test_episode.py -k agent_wants",
     ),
     Mutation(
@@ -1931,6 +1931,30 @@ MUTATIONS = [
         "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
     ),
     Mutation(
+        "an environment's own info takes its reward", "envs/libraries/trl_tools.py",
+        'UNREWARDED = "agile_trainers.unrewarded"', 'UNREWARDED = "rewarded"',
+        "tests/trainers/test_reward_functions.py -k takes_its_reward",
+    ),
+    Mutation(
+        "any call in an environment's info is an agent's", "types.py",
+        'isinstance(call, Mapping) and {"number", "request"} <= call.keys()', "isinstance(call, Mapping)",
+        "tests/rollout/test_collate.py -k ran_out",
+    ),
+    Mutation(
+        "a set in a factory is another one in each process", "records/plain.py",
+        "items = sorted(stable_text(item, inside) for item in value)",
+        "items = [stable_text(item, inside) for item in value]", "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "a factory whose line moved is another one", "records/plain.py",
+        "if isinstance(value, CodeType):", "if False:", "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "what holds a set is another one in each process", "records/plain.py",
+        "text = text.replace(repr(part), stable_text(part, inside))", "pass",
+        "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",
@@ -2098,7 +2122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge reads calls on the side as one conversation", "judges/questions.py",
-        'anew = turn.messages if "call" in turn.info else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
+        'anew = turn.messages if turn.call else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
     ),
     Mutation(
         "a judge reads again what an earlier conversation began with", "judges/questions.py",
@@ -2114,7 +2138,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge reads a rewritten context as another conversation", "judges/questions.py",
-        'anew = turn.messages if "call" in turn.info else None', "anew = turn.messages",
+        'anew = turn.messages if turn.call else None', "anew = turn.messages",
         "tests/judges/test_judges.py -k own_prompt",
     ),
     Mutation(

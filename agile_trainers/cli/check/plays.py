@@ -443,7 +443,7 @@ def call_lines(played: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase)
         played: The episodes.
         tokenizer: Writes the tokens as text.
     """
-    calls = [turn.info.get("call", {}) for episode in played for turn in episode.turns]
+    calls = [turn.call for episode in played for turn in episode.turns]
     if not calls:
         return
     clients = Counter(str(call.get("client", "an unnamed client")) for call in calls)
@@ -553,7 +553,7 @@ def first_difference(one: Trajectory, other: Trajectory, tokenizer: PreTrainedTo
 
 def _in_time(episode: Trajectory) -> list[tuple[int, int]]:
     """Return the calls in the order in which they were asked, each as its number and its turn."""
-    numbers = [int(turn.info.get("call", {}).get("number", k)) for k, turn in enumerate(episode.turns)]
+    numbers = [int(turn.call.get("number", k)) for k, turn in enumerate(episode.turns)]
     return sorted((number, turn) for turn, number in enumerate(numbers))
 
 
