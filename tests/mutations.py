@@ -1955,6 +1955,25 @@ MUTATIONS = [
         "tests/trainers/test_resume.py -k moved_line",
     ),
     Mutation(
+        "a close without an answer is waited for without a limit", "rollout/environment_pool.py",
+        "max(deadline - time.monotonic(), 0) if self.timeout is None else self.timeout", "20.0",
+        "tests/rollout/test_stepping.py -k has_a_limit_too",
+    ),
+    Mutation(
+        "an inline close without an answer is waited for forever", "rollout/environment_pool.py",
+        "signal.setitimer(signal.ITIMER_REAL, seconds)", "signal.setitimer(signal.ITIMER_REAL, 3600.0)",
+        "tests/rollout/test_stepping.py -k has_a_limit_too",
+    ),
+    Mutation(
+        "a data set that draws from sets has other questions in each process", "envs/isolation/levels.py",
+        'interpreter, "-s", "-P", "-S"', 'interpreter, "-I", "-S"',
+        "tests/envs/test_reasoning_gym.py -k one_hash_seed",
+    ),
+    Mutation(
+        "items of data sets that draw from sets are made in this process", "envs/libraries/reasoning_gym.py",
+        "if self.name in HASHED:", "if False:", "tests/envs/test_reasoning_gym.py -k one_hash_seed",
+    ),
+    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",
