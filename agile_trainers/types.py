@@ -185,7 +185,7 @@ class Turn:
 
     @property
     def call(self) -> Mapping[str, Any]:
-        """What the endpoint noted of an agent's call; empty of other turns, whatever an environment puts there."""
+        """Notes of the endpoint on an agent's call; empty for other turns, also where an environment has a ``"call"``."""
         call = self.info.get("call")
         return call if isinstance(call, Mapping) and {"number", "request"} <= call.keys() else {}
 

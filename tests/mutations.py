@@ -1974,10 +1974,6 @@ MUTATIONS = [
         "if self.name in HASHED:", "if False:", "tests/envs/test_reasoning_gym.py -k one_hash_seed",
     ),
     Mutation(
-        "the viewer cuts the labels of an axis", "viewer/page/charts.js",
-        "8 + LETTER * Math.max", "0 * Math.max", "tests/viewer/test_browser.py -k not_cut",
-    ),
-    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",

@@ -557,7 +557,7 @@ def _in_time(episode: Trajectory) -> list[tuple[int, int]]:
     return sorted((number, turn) for turn, number in enumerate(numbers))
 
 
-def _overridden(calls: Sequence[dict[str, Any]]) -> str:
+def _overridden(calls: Sequence[Mapping[str, Any]]) -> str:
     asked: dict[str, None] = {}
     for call in calls:
         asked |= dict.fromkeys(f"{name}={value}" for name, value in call.get("asked", {}).items())
