@@ -184,6 +184,12 @@ class Turn:
     ``score``."""
 
     @property
+    def call(self) -> Mapping[str, Any]:
+        """Notes of the endpoint on an agent's call; empty for other turns, also where an environment has a ``"call"``."""
+        call = self.info.get("call")
+        return call if isinstance(call, Mapping) and {"number", "request"} <= call.keys() else {}
+
+    @property
     def said(self) -> list[Message]:
         """The action as an assistant message, and the observation after it."""
         action: Message = {"role": "assistant", "content": self.text}
@@ -336,8 +342,7 @@ class Trajectory:
         if self.stop_reason.truncated or not self.turns:
             return self.stop_reason.truncated
         turn = self.turns[self.last]
-        call = turn.info.get("call")
-        return turn.finish_reason == "length" and not (isinstance(call, Mapping) and "max_tokens" in call)
+        return turn.finish_reason == "length" and "max_tokens" not in turn.call
 
     @property
     def success(self) -> bool | None:

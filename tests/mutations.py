@@ -325,7 +325,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an agent's own limit cuts an episode", "types.py",
-        'isinstance(call, Mapping) and "max_tokens" in call', "False",
+        '"max_tokens" not in turn.call', "True",
         "tests/rollout/agents/test_episode.py -k agent_wants",
     ),
     Mutation(
@@ -1955,6 +1955,49 @@ MUTATIONS = [
         "self.rewarded = bool(given)", "self.rewarded = True", "tests/trainers/test_moved_from_trl.py",
     ),
     Mutation(
+        "an environment's own info takes its reward", "envs/libraries/trl_tools.py",
+        'UNREWARDED = "agile_trainers.unrewarded"', 'UNREWARDED = "rewarded"',
+        "tests/trainers/test_reward_functions.py -k takes_its_reward",
+    ),
+    Mutation(
+        "any call in an environment's info is an agent's", "types.py",
+        'isinstance(call, Mapping) and {"number", "request"} <= call.keys()', "isinstance(call, Mapping)",
+        "tests/rollout/test_collate.py -k ran_out",
+    ),
+    Mutation(
+        "a set in a factory is another one in each process", "records/plain.py",
+        "items = sorted(stable_text(item, inside) for item in value)",
+        "items = [stable_text(item, inside) for item in value]", "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "a factory whose line moved is another one", "records/plain.py",
+        "if isinstance(value, CodeType):", "if False:", "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "what holds a set is another one in each process", "records/plain.py",
+        "text = text.replace(repr(part), stable_text(part, inside))", "pass",
+        "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "a close without an answer is waited for without a limit", "rollout/environment_pool.py",
+        "max(deadline - time.monotonic(), 0) if self.timeout is None else self.timeout", "20.0",
+        "tests/rollout/test_stepping.py -k has_a_limit_too",
+    ),
+    Mutation(
+        "an inline close without an answer is waited for forever", "rollout/environment_pool.py",
+        "signal.setitimer(signal.ITIMER_REAL, seconds)", "signal.setitimer(signal.ITIMER_REAL, 3600.0)",
+        "tests/rollout/test_stepping.py -k has_a_limit_too",
+    ),
+    Mutation(
+        "a data set that draws from sets has other questions in each process", "envs/isolation/levels.py",
+        'interpreter, "-s", "-P", "-S"', 'interpreter, "-I", "-S"',
+        "tests/envs/test_reasoning_gym.py -k one_hash_seed",
+    ),
+    Mutation(
+        "items of data sets that draw from sets are made in this process", "envs/libraries/reasoning_gym.py",
+        "if self.name in HASHED:", "if False:", "tests/envs/test_reasoning_gym.py -k one_hash_seed",
+    ),
+    Mutation(
         "a seat that verifiers does not train is trained", "envs/libraries/verifiers.py",
         "if not trace.agent.trainable and trace", "if trace.agent.trainable is None and trace",
         "tests/envs/test_verifiers.py",
@@ -2146,7 +2189,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge reads calls on the side as one conversation", "judges/questions.py",
-        'anew = turn.messages if "call" in turn.info else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
+        'anew = turn.messages if turn.call else None', "anew = None", "tests/judges/test_judges.py -k own_prompt",
     ),
     Mutation(
         "a judge reads again what an earlier conversation began with", "judges/questions.py",
@@ -2162,7 +2205,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a judge reads a rewritten context as another conversation", "judges/questions.py",
-        'anew = turn.messages if "call" in turn.info else None', "anew = turn.messages",
+        'anew = turn.messages if turn.call else None', "anew = turn.messages",
         "tests/judges/test_judges.py -k own_prompt",
     ),
     Mutation(

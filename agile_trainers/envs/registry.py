@@ -30,6 +30,7 @@ from agile_trainers.envs.agent import Agent, CommandAgent
 from agile_trainers.envs.base import EnvironmentFactory, call_error
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest
+from agile_trainers.records.plain import stable_json
 
 _NAME = re.compile(r"\w[\w.-]*")
 """Names of several environments, which become part of metrics' names."""
@@ -166,9 +167,9 @@ def describe_environment(environment: Any) -> dict[str, Any]:
     if inspect.isfunction(environment):
         cells = [cell.cell_contents for cell in environment.__closure__ or ()]
         seen = [environment.__code__.co_consts, environment.__code__.co_names, cells, environment.__defaults__]
-        arguments["code"] = hashlib.sha256(json.dumps(_plain(seen)).encode()).hexdigest()[:16]
+        arguments["code"] = hashlib.sha256(json.dumps(stable_json(seen)).encode()).hexdigest()[:16]
     name = getattr(environment, "__qualname__", None)
-    return {"environment": name or type(environment).__qualname__, "environment_arguments": _plain(arguments)}
+    return {"environment": name or type(environment).__qualname__, "environment_arguments": stable_json(arguments)}
 
 
 def _identified(identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,12 +177,7 @@ def _identified(identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     library, _, address = identity.partition(":")
     if "://" in identity:
         identity, arguments = library, {"address": address, **arguments}
-    return {"environment": identity, "environment_arguments": _plain(dict(arguments))}
-
-
-def _plain(value: Any) -> Any:
-    """Convert to JSON values without memory addresses, which differ between processes."""
-    return json.loads(json.dumps(value, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it))))
+    return {"environment": identity, "environment_arguments": stable_json(dict(arguments))}
 
 
 def _unbound(environment: Any) -> Any:

@@ -370,9 +370,9 @@ def _warn_of_failures(errors: Sequence[str | None], rank: int) -> None:
 
 def _is_training_question(trajectory: Trajectory) -> bool:
     """Return True if the seed chose a row of a finite split for training; see ``ReasoningEnvironment``."""
-    info = trajectory.reset_info
+    info, seed = trajectory.reset_info, trajectory.seed
     # Of generated rows, each seed has its own, so that none is met twice.
-    return trajectory.options is None and info.get("split") == "train" and info.get("row") != trajectory.seed
+    return trajectory.options is None and info.get("split") == "train" and info.get("row", seed) != seed
 
 
 def start_of_episode(trajectory: Trajectory) -> EpisodeStart:

@@ -67,7 +67,7 @@ def transcript(episode: Trajectory) -> list[dict[str, Any]]:
     """The conversations so far, each with its first turn."""
     for k, turn in enumerate(episode.turns):
         # Of an episode whose environment rewrites contexts, this is what the policy saw, and no other conversation.
-        anew = turn.messages if "call" in turn.info else None
+        anew = turn.messages if turn.call else None
         prompt = _lines(anew or episode.prompt) if anew or not k else []
         action, *observed = turn.said
         said = [{"role": "assistant", "content": action["content"]}, *_lines(observed)]

@@ -85,6 +85,7 @@ from agile_trainers.populations.selection import (
     strategy_of,
     with_failures,
 )
+from agile_trainers.records.plain import stable_text
 from agile_trainers.rollout.seeds import Mixture
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.step.reward import listed_functions
@@ -638,7 +639,7 @@ class Population:
             "rounds": list(self._schedule.ends),
             "strategy": strategy,
             "hyperparameters": ranges,
-            "fitness": fitness if isinstance(fitness, str) else getattr(fitness, "__qualname__", repr(fitness)),
+            "fitness": fitness if isinstance(fitness, str) else getattr(fitness, "__qualname__", stable_text(fitness)),
             "num_eval_episodes": self._args.num_eval_episodes,
             "max_episodes": self._max_episodes,
             "max_hours": self._max_hours,
@@ -667,7 +668,7 @@ def _digest_of(dataset: Any) -> str | None:
     digest = hashlib.sha256()
     rows = dataset if hasattr(dataset, "__len__") else islice(dataset, _STREAMED)
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="backslashreplace"))
+        digest.update(json.dumps(row, sort_keys=True, default=stable_text).encode(errors="backslashreplace"))
     return digest.hexdigest()[:16]
 
 

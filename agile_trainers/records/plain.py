@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from agile_trainers.imports import pass_on_interrupt
@@ -23,6 +26,7 @@ LARGEST_JSON = 2**30
 _LONGEST_TEXT = 10_000
 """Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 
@@ -78,10 +82,74 @@ def _content(value: Any) -> str:
         value = value.tolist()
     # The text of an array is shortened, and an image's is an address.
     if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):
-        data = value if isinstance(value, bytes) else value.tobytes()
-        form = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
-        return f"{type(value).__name__} {form} {blake2b(data, digest_size=16).hexdigest()}"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return _of_bytes(value)
+    return stable_text(value)
+
+
+def _of_bytes(value: Any) -> str:
+    data = value if isinstance(value, bytes) else value.tobytes()
+    form = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
+    return f"{type(value).__name__} {form} {blake2b(data, digest_size=16).hexdigest()}"
+
+
+def stable_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Convert any object to JSON values, equal in each process where the object is; see :func:`stable_text`.
+
+    One whose ``repr`` raises is told by its type.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        if id(value) in inside or len(inside) == _DEEPEST:
+            return f"<{type(value).__name__}: left out>"
+        inside = (*inside, id(value))
+        if isinstance(value, dict):
+            keys = [stable_json(key, inside) for key in dict.keys(value)]
+            items = [stable_json(item, inside) for item in dict.values(value)]
+            return {key if isinstance(key, str) else json.dumps(key): item for key, item in zip(keys, items)}
+        stored = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        return [stable_json(item, inside) for item in stored]
+    try:
+        return json.loads(json.dumps(value, default=stable_text))
+    except BaseException as error:
+        pass_on_interrupt(error)
+        if isinstance(value, int):  # of thousands of digits
+            return hex(value)
+        return f"<{type(value).__name__}: its repr raises {type(error).__name__}>"
+
+
+def stable_text(value: Any, inside: tuple[int, ...] = ()) -> str:
+    """Return the ``repr`` of an object, equal in each process where the object is.
+
+    Sets are sorted, also inside of lists, dicts, data classes and partial functions. Code is told without file and line, an
+    object without its address, and an image by a hash.
+    """
+    if id(value) in inside or len(inside) == _DEEPEST:
+        return f"<{type(value).__name__}: left out>"
+    inside = (*inside, id(value))
+    if isinstance(value, CodeType):
+        return f"code {stable_text([value.co_code, value.co_names, value.co_consts], inside)}"
+    text = repr(value)
+    if "{" not in text and not _ADDRESS.search(text):
+        return text
+    if isinstance(value, (set, frozenset)) and "{" in text:
+        items = sorted(stable_text(item, inside) for item in value)
+        return f"{text[: text.index('{')]}{{{', '.join(items)}{text[text.rindex('}') :]}"
+    # The longest first, which may show another.
+    for part in sorted(_parts(value), key=lambda part: -len(repr(part))):
+        text = text.replace(repr(part), stable_text(part, inside))
+    if _ADDRESS.search(text) and callable(getattr(value, "tobytes", None)) and not hasattr(value, "dtype"):
+        return _of_bytes(value)
+    return _ADDRESS.sub("", text)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the objects that the ``repr`` of another shows."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return [getattr(value, one.name, None) for one in fields(value)] if is_dataclass(value) else []
 
 
 def to_json(value: Any) -> str:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import queue
+import signal
 import sys
 import threading
 import time
@@ -33,6 +34,9 @@ _BLOCKED_SECONDS = 5.0
 
 SILENT_SECONDS = 60.0
 """Seconds after which a call that has not answered is named, if no timeout is set."""
+
+_LAST_SECONDS = 1.0
+"""Seconds that an instance that is closed inline has when those of all are over."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
@@ -339,8 +343,11 @@ class EnvironmentPool:
                 return
 
     def close(self) -> None:
-        """Close idle instances, waiting up to ``timeout`` seconds for each, and stop the event loop and idle threads."""
-        closed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Close idle instances, and stop the event loop and idle threads.
+
+        It waits up to ``timeout`` seconds for each instance, or ``SILENT_SECONDS`` for all if there is no timeout.
+        """
+        closed: queue.SimpleQueue[int] = queue.SimpleQueue()
         idle: list[Environment | None] = [one for instances in self._idle.values() for one in instances]
         with suppress(queue.Empty):
             while any(not call.in_thread for call in self._given_up):  # cancelled coroutines, which end soon
@@ -349,11 +356,22 @@ class EnvironmentPool:
                     self._given_up.discard(call)
                     idle.append(call.environment)
         self._given_up.clear()
-        for environment in idle:
-            self._close(environment, lambda value, error: closed.put(None))
+        deadline = time.monotonic() + SILENT_SECONDS
+        for place, environment in enumerate(idle):
+            self._close(environment, partial(_note_closed, closed, place), deadline)
+        waiting = dict(enumerate(idle))
         with suppress(queue.Empty):
-            for _ in idle:
-                closed.get(timeout=self.timeout)
+            while waiting:
+                del waiting[
+                    closed.get(timeout=max(deadline - time.monotonic(), 0) if self.timeout is None else self.timeout)
+                ]
+        if waiting:
+            logger.warning(
+                f"{', '.join(sorted({type(one).__name__ for one in waiting.values()}))}: close() of {len(waiting)} of "
+                f"{len(idle)} instances did not answer in time, and is waited for no longer. What they hold, such as "
+                "processes or containers, may be left. Without environment_timeout they have "
+                f"{SILENT_SECONDS:g} s together."
+            )
         self._idle.clear()
         for loop in (self._loop, *self._blocked_loops):
             if loop is not None:
@@ -461,10 +479,17 @@ class EnvironmentPool:
             report(value, error)
         return lambda: None
 
-    def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
-        """Close an instance without waiting; errors are ignored."""
+    def _close(
+        self,
+        environment: Environment | None,
+        report: _Report = lambda value, error: None,
+        deadline: float | None = None,
+    ) -> None:
+        """Close an instance without waiting, or inline within ``SILENT_SECONDS`` or the deadline. Errors are ignored."""
+        left = SILENT_SECONDS if deadline is None else max(deadline - time.monotonic(), _LAST_SECONDS)
         try:
-            self._launch(getattr(environment, "close", lambda: None), report)
+            with _interrupted_after(left):
+                self._launch(getattr(environment, "close", lambda: None), report)
         except BaseException as error:
             pass_on_interrupt(error)
             report(None, error)
@@ -494,6 +519,31 @@ class EnvironmentPool:
         if self.timeout is None:
             return EnvironmentTimeoutError(_unanswered(call))
         return EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s")
+
+
+def _note_closed(closed: queue.SimpleQueue[int], place: int, value: Any, error: BaseException | None) -> None:
+    if not isinstance(error, EnvironmentTimeoutError):
+        closed.put(place)
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise :class:`_EndedError` in what the main thread does once the seconds are over. Other threads go on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise _EndedError(f"close had not answered for {seconds:.0f} s")
+
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 _WAKE = "wake up"

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
 from agile_trainers.envs.checker import LARGEST_REWARD
-from agile_trainers.envs.libraries.trl_tools import REWARDED, TRLEnvironment
+from agile_trainers.envs.libraries.trl_tools import UNREWARDED, TRLEnvironment
 from agile_trainers.imports import exits_reported
 from agile_trainers.judges.judge import Judge
 from agile_trainers.judges.questions import GROUP, TURN
@@ -91,9 +91,7 @@ def add_return_reward(
         _check_arguments(function, columns, apart)
 
     def environment(trajectories: list[Trajectory], **_: Any) -> list[float | None]:
-        return [
-            it.episode_return if not it.turns or it.turns[-1].info.get(REWARDED, True) else None for it in trajectories
-        ]
+        return [None if it.turns and UNREWARDED in it.turns[-1].info else it.episode_return for it in trajectories]
 
     functions = [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)]
     _name_apart([function for function in functions if isinstance(function, FunctionType)])

@@ -23,6 +23,10 @@ def process() -> str:
     return _PROCESS
 
 
+def hash_randomization() -> int:
+    return sys.flags.hash_randomization
+
+
 def big_integer() -> int:
     """One operation that holds the interpreter's lock for hours."""
     return 9**9**9 % 10

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,21 @@ def test_data_set_tasks_ask_by_seed_however_many_were_asked_before() -> None:
 
 def test_there_is_no_random_policy_for_other_environments() -> None:
     assert GemEnvironment("rg:basic_arithmetic").scripted_policies() == {}
+
+
+def test_a_data_set_that_draws_from_sets_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "agile_trainers.envs.libraries.gem.sys", SimpleNamespace(flags=SimpleNamespace(hash_randomization=1))
+    )
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    make_environment_factory("gem:rg:ransom_note")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    make_environment_factory("gem:rg:chain_sum")
+    assert not caplog.records
+    make_environment_factory("gem:rg:ransom_note")
+    assert "PYTHONHASHSEED=0, or play reasoning_gym:ransom_note" in caplog.text
 
 
 def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:

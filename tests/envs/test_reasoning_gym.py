@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import isolated_functions
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory
+from agile_trainers.envs.isolation.calls import run_isolated
+from agile_trainers.envs.libraries import reasoning_gym
 from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, listed
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
@@ -118,6 +121,13 @@ def test_the_data_set_that_draws_from_the_global_state_is_reproducible() -> None
     assert first.items is not other.items, "the second one must not reuse what the first one made"
     assert [first.items.item(n) for n in range(5)] == [other.items.item(n) for n in (4, 3, 2, 1, 0)][::-1]
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_data_sets_that_draw_from_sets_are_made_with_one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_isolated(isolated_functions.hash_randomization) == 0
+    monkeypatch.setattr(reasoning_gym, "run_isolated", lambda function, name, *_, **__: (function.__name__, name))
+    for name in reasoning_gym.HASHED:
+        assert reasoning_gym._Items(name, 10, {}).item(3) == ("item", name)
 
 
 def test_the_checker_finds_nothing() -> None:

@@ -92,7 +92,9 @@ def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> N
     def said(text: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": text}]
 
-    turns = [Turn(k, k + 1, text, "stop", info={"call": {"number": 3 - k}}) for k, text in enumerate("abc")]
+    turns = [
+        Turn(k, k + 1, text, "stop", info={"call": {"number": 3 - k, "request": k}}) for k, text in enumerate("abc")
+    ]
     turns[0].messages, turns[1].observation, turns[2].messages = said("second"), said("more"), said("begin")
     played = replace(episode("a", "b", "c"), turns=turns)
     assert transcript(played) == [
@@ -102,15 +104,15 @@ def test_an_agents_call_that_continues_no_other_comes_with_its_own_prompt() -> N
     ]  # fmt: skip
     assert transcript(replace(episode("a"), prompt=[])) == transcript(episode("a"))[1:]
     rewritten = episode("a", "b")
-    rewritten.turns[1].messages = said("shorter")
+    rewritten.turns[1].messages, rewritten.turns[1].info = said("shorter"), {"call": "look(3)"}
     assert transcript(rewritten) == transcript(episode("a", "b"))
 
 
 def calling(*prompts: list[str]) -> Trajectory:
     """An episode of calls, each with a prompt of its own, which have the answers a, b, c..."""
     played = episode(*"abcdefgh"[: len(prompts)])
-    for turn, prompt in zip(played.turns, prompts, strict=True):
-        turn.info, turn.observation = {"call": {}}, None
+    for number, (turn, prompt) in enumerate(zip(played.turns, prompts, strict=True)):
+        turn.info, turn.observation = {"call": {"number": number, "request": 0}}, None
         roles = itertools.cycle(("user", "assistant"))
         turn.messages = [{"role": role, "content": text} for role, text in zip(roles, prompt)]
     return played

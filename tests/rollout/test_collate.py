@@ -113,6 +113,7 @@ def test_a_last_answer_that_ran_out_of_tokens_is_cut() -> None:
     """As in TRL, also where the environment took it for an answer and ended the episode."""
     episodes = [trajectory([1], [2, 3], [(0, 1), (1, 2)], StopReason.TERMINATED, [0.0, 0.0]) for _ in range(2)]
     episodes[0].turns[0].finish_reason = episodes[1].turns[1].finish_reason = "length"
+    episodes[1].turns[1].info = {"call": {"max_tokens": 5}}  # the environment's own
     batch = collate(episodes, pad_token_id=PAD, end_token_id=END)
     assert batch.cut.tolist() == [False, True] and not batch.unfinished.any()
 

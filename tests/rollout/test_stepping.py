@@ -6,6 +6,7 @@ Waits have a limit of ``LONG`` seconds, so that a defect fails rather than hangs
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from episodes import Factory, Scripted, ScriptedSampler, end, go_on, make_engine, specs
 
+from agile_trainers.rollout import environment_pool
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.types import StopReason, Trajectory
@@ -494,6 +496,51 @@ def test_a_hanging_close_holds_up_nobody(hang: Any) -> None:
     engine = make_engine(Closing, workers=1, timeout=SHORT)
     assert run(engine, {"answers": [RuntimeError()]}, TWO_TURNS) == [ERROR, TERMINATED]
     engine.pool.close()
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "async"])
+def test_without_a_timeout_close_has_a_limit_too(hang: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, said = [], list[str]()
+
+    class Closing(Scripted):
+        hangs = True
+
+        def close(self) -> None:
+            if Closing.hangs:
+                Closing.hangs = False
+                hang.let_go.wait(3)  # so that a defect fails
+            closed.append(self)
+
+    class ClosingLater(AsyncScripted):
+        async def close(self) -> None:  # type: ignore[override]
+            if Closing.hangs:
+                Closing.hangs = False
+                await asyncio.sleep(3)
+            closed.append(self)
+
+    monkeypatch.setattr(environment_pool, "SILENT_SECONDS", SHORT)
+    monkeypatch.setattr(environment_pool.logger, "warning", said.append)
+    handler = signal.getsignal(signal.SIGALRM)
+    made = ClosingLater if kind == "async" else Closing
+    engine = make_engine(made, workers=int(kind == "thread"))
+    assert run(engine, TWO_TURNS, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 3
+    engine.pool.close()
+    (text,) = (one for one in said if "close" in one)
+    assert made.__name__ in text and "1 of 3 instances" in text and len(closed) == 2
+    assert signal.getsignal(signal.SIGALRM) == handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_an_inline_close_that_hangs_does_not_hold_up_the_other_episodes(
+    hang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closing(Scripted):
+        def close(self) -> None:
+            interrupted.append(not hang.let_go.wait(3))
+
+    interrupted = list[bool]()
+    monkeypatch.setattr(environment_pool, "SILENT_SECONDS", SHORT)
+    assert run(make_engine(Closing), {"answers": [RuntimeError()]}, TWO_TURNS) == [ERROR, TERMINATED]
+    assert not interrupted
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input

@@ -244,6 +244,11 @@ def test_failed_episodes_count_in_what_chooses_the_best_checkpoint(embedded_mode
     assert "All 20 evaluation episodes failed" in said[1]
 
 
+class Split(Chatter):
+    def reset(self, seed=None, options=None):
+        return super().reset(seed, options)[0], {"split": "train"}
+
+
 def test_training_questions_are_told_apart(embedded_model, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(results.logger, "warning", said.append)
@@ -259,6 +264,8 @@ def test_training_questions_are_told_apart(embedded_model, tmp_path, monkeypatch
         embedded_model, tmp_path / "generated", environment=generated, num_eval_episodes=4, max_turns=1
     ).evaluate()
     assert len(said) == 1, "a generated question is not met twice"
+    make_trainer(embedded_model, tmp_path / "own", environment=Split, num_eval_episodes=4).evaluate()
+    assert len(said) == 1, "an environment may call anything a split"
 
 
 def test_in_bf16_an_evaluation_before_training_is_that_of_the_same_policy_after(embedded_model, tmp_path):

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -253,6 +255,50 @@ def test_environments_are_told_apart_by_their_arguments():
     assert describe_environment(make_environment_factory("agile:guess_number", level="hard")) == {
         "environment": "agile:guess_number", "environment_arguments": {"level": "hard"}
     }  # fmt: skip
+
+
+_FACTORIES = """
+import functools
+from dataclasses import dataclass
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.records.plain import stable_text
+
+@dataclass
+class Options:
+    words: set
+
+class Raises:
+    def __repr__(self):
+        raise RuntimeError
+
+WORDS = {"apple", "fig", "pear", "plum"}
+loop = {}
+loop["loop"] = loop
+asks = functools.partial(print, WORDS)
+holds = {(0, 1): Options(WORDS), frozenset(WORDS): loop, b"x": [Raises(), 10**6000], "asks": asks}
+make = lambda: (holds, [one for one in WORDS if one in {"apple", "fig", "pear"}])
+factory = (lambda held: lambda: held)(holds)
+told = [describe_environment(one) for one in (make, factory, functools.partial(print, holds, given=make.__code__))]
+print(told, stable_text(object()))
+"""
+
+
+def test_descriptions_are_those_of_another_process_and_of_a_moved_line():
+    told = []
+    for seed, moved in (("1", ""), ("2", "\n\n")):
+        told.append(subprocess.run(
+            [sys.executable, "-c", moved + _FACTORIES], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, text=True,
+            capture_output=True,
+        ).stdout)  # fmt: skip
+    assert told[0] == told[1] and told[0].count("code") >= 3
+    descriptions = [describe_environment(it)["environment_arguments"] for it in (
+        lambda: [n + 1 for n in "ab"], lambda: [n + 2 for n in "ab"], partial(Sized, {1, 2}), partial(Sized, {1, 3})
+    )]  # fmt: skip
+    assert descriptions[0] != descriptions[1] and descriptions[2:] == [{"0": "{1, 2}"}, {"0": "{1, 3}"}]
+    held = partial(Sized, {"a": (1, None, 2.5), None: b"x", 3: {"x"}})
+    assert describe_environment(held)["environment_arguments"] == {
+        "0": {"a": [1, None, 2.5], "null": "b'x'", "3": "{'x'}"}
+    }, "as in earlier checkpoints"  # fmt: skip
 
 
 def test_another_environment_from_the_same_factory_is_refused(embedded_model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from games import LORA, Chatter, make_trainer, settings
 from peft import LoraConfig
 from safetensors.torch import load_file
 
+from agile_trainers.envs.libraries.trl_tools import UNREWARDED
 from agile_trainers.step import reward as reward_functions
-from agile_trainers.step.reward import over_sound_episodes, reward_summary, share_without_spread
+from agile_trainers.step.reward import add_return_reward, over_sound_episodes, reward_summary, share_without_spread
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.types import StopReason, Trajectory
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 
 class Unrewarded(Chatter):
@@ -267,6 +269,17 @@ def test_functions_of_equal_names_are_logged_apart(embedded_model, tmp_path):
     logged = trainer.state.log_history[0]
     assert [logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names[1:]] == [5.0, 1.0, 2.0]
     assert logged["rewards/environment/mean"] == pytest.approx(logged["return/mean"])
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"), [({"rewarded": False}, 0.5), ({UNREWARDED: True}, None), ({"rewarded": None, "call": 3}, 0.5)]
+)
+def test_no_name_in_an_environments_info_takes_its_reward(info, expected):
+    """But the mark of objects of TRL that nothing rewards."""
+    args = SimpleNamespace(reward_weights=None, environment_processes=0, max_environments=None)
+    (environment, *_), *_ = add_return_reward(args, None, None, {})
+    turn = Turn(0, 1, "a", "stop", reward=0.5, info=info)
+    assert environment(trajectories=[Trajectory([1], [2], [0.0], [turn], StopReason.TERMINATED)]) == [expected]
 
 
 def test_the_share_of_groups_without_spread_by_hand():

@@ -185,6 +185,17 @@ def test_two_steps_are_compared(page_file: Path, visit: Visit) -> None:
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
 
 
+def test_labels_of_an_axis_are_not_cut(page_file: Path, visit: Visit) -> None:
+    starts = visit(page_file).evaluate("""() => [[-2e29, 5e29], [-0.0004, 0.0002], [0, 1]].map((ends) => {
+      const points = ends.map((value, k) => [k + 1, value]);
+      const data = { title: "", about: "", series: [{ label: "", points }], format: number };
+      const chart = lineChart(data, { width: 380, range: [1, 2] });
+      document.body.append(chart.element);
+      return Math.min(...[...chart.drawing.querySelectorAll("text")].map((text) => text.getBBox().x));
+    })""")
+    assert min(starts) >= 0
+
+
 def test_two_runs_are_compared(run: Path, tmp_path: Path, visit: Visit) -> None:
     other = guessing_run(tmp_path, steps=12, groups=12, members=8, name="20260102-000000-beef")
     runs = [*open_records(run), *open_records(other)]

@@ -443,7 +443,7 @@ def call_lines(played: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase)
         played: The episodes.
         tokenizer: Writes the tokens as text.
     """
-    calls = [turn.info.get("call", {}) for episode in played for turn in episode.turns]
+    calls = [turn.call for episode in played for turn in episode.turns]
     if not calls:
         return
     clients = Counter(str(call.get("client", "an unnamed client")) for call in calls)
@@ -553,11 +553,11 @@ def first_difference(one: Trajectory, other: Trajectory, tokenizer: PreTrainedTo
 
 def _in_time(episode: Trajectory) -> list[tuple[int, int]]:
     """Return the calls in the order in which they were asked, each as its number and its turn."""
-    numbers = [int(turn.info.get("call", {}).get("number", k)) for k, turn in enumerate(episode.turns)]
+    numbers = [int(turn.call.get("number", k)) for k, turn in enumerate(episode.turns)]
     return sorted((number, turn) for turn, number in enumerate(numbers))
 
 
-def _overridden(calls: Sequence[dict[str, Any]]) -> str:
+def _overridden(calls: Sequence[Mapping[str, Any]]) -> str:
     asked: dict[str, None] = {}
     for call in calls:
         asked |= dict.fromkeys(f"{name}={value}" for name, value in call.get("asked", {}).items())

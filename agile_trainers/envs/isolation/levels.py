@@ -77,11 +77,11 @@ def command(
 ) -> list[str]:
     """Return the command that runs Python with these arguments at the best level of isolation.
 
-    Start it from a thread that outlives it (the kernel ends it with that thread), without environment variables, and with
-    the streams it needs.
+    Start it from a thread that outlives it (the kernel ends it with that thread), without this process's environment
+    variables, and with the streams it needs.
 
     Args:
-        arguments: Arguments after ``python -I -S -B``.
+        arguments: Arguments after ``python -s -P -S -B``, which reads ``PYTHONHASHSEED``, unlike ``-I``.
         limits: Resource limits by the names of the module ``resource``.
         sites: True to make installed packages readable.
         extra: Further readable files and folders.
@@ -308,7 +308,7 @@ def _command(
     }
     launch = [interpreter, "-I", "-S", "-B", "-c", _LAUNCHER.read_text(encoding="utf-8"), json.dumps(spec)]
     return [*(_bubblewrap(paths) if name == BUBBLEWRAP else []), *launch,
-            interpreter, "-I", "-S", "-B", "-W", "ignore", *arguments]  # fmt: skip
+            interpreter, "-s", "-P", "-S", "-B", "-W", "ignore", *arguments]  # fmt: skip
 
 
 def _bubblewrap(paths: list[str]) -> list[str]:

@@ -7,8 +7,10 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import pkgutil
 import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +19,10 @@ from agile_trainers.envs.isolation import levels as isolation
 from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
 from agile_trainers.envs.libraries import LIBRARIES, check_arguments, gem_grader
 from agile_trainers.envs.libraries.global_random import OwnRandomState
-from agile_trainers.envs.libraries.reasoning_gym import check_scorer, score_answer
+from agile_trainers.envs.libraries.reasoning_gym import HASHED, check_scorer, score_answer
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
+
+logger = logging.getLogger(__name__)
 
 _MOVES = ("up", "down", "left", "right")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -60,6 +64,13 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     parameters = inspect.signature(pkgutil.resolve_name(_registry()[game].entry_point)).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     check_arguments(f"gem:{game}", kwargs, [*known, "wrappers"])
+    random_order = sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") == "random"
+    if random_order and game.removeprefix("rg:") in HASHED:
+        logger.warning(
+            f"gem:{game} has other questions or answers in each process for the same seed, since it draws from Python's "
+            "sets. Start Python with the environment variable PYTHONHASHSEED=0, or play "
+            f"{game.replace('rg:', 'reasoning_gym:')}."
+        )
     return functools.partial(GemEnvironment, game, **kwargs)
 
 

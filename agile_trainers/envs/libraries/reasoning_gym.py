@@ -25,9 +25,13 @@ from agile_trainers.types import Message
 _CACHED_ROWS = 4096
 _SECONDS, _MEMORY = 5.0, 2048
 """CPU seconds and megabytes for scoring one answer in a separate process."""
+_MAKING_SECONDS = 120.0
+"""CPU seconds for making one item there."""
 _EVALUATOR = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\(")
 _HARMLESS = ("number_sorting", "propositional_logic")
 """Data sets that do not evaluate the answer: one evaluates the expected answer, one has its own parser."""
+HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+"""Data sets that draw from Python's sets of texts, whose order is another in each process, unless its hash seed is set."""
 _made: dict[str, _Items] = {}
 
 
@@ -155,6 +159,10 @@ class _Items:
         return score_answer(self.name, self.data_set, self._settings, answer, item, f"reasoning_gym:{self.name}")
 
     def _item(self, number: int) -> Row:
+        if self.name in HASHED:  # where the hash seed is 0
+            return run_isolated(
+                scorers.item, self.name, self._settings, number, timeout=_MAKING_SECONDS, memory=_MEMORY
+            )
         with OwnRandomState(number).in_place():
             return self.data_set[number]
 

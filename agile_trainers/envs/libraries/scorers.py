@@ -58,6 +58,15 @@ def score(name: str, settings: str, answer: str | None, entry: dict[str, Any]) -
     return evaluate(name, _data_set(name, settings), answer, entry)
 
 
+def item(name: str, settings: str, number: int) -> dict[str, Any]:
+    """Make a data set as :func:`score` does, and return one of its items."""
+    import numpy
+
+    random.seed(number)
+    numpy.random.seed(number)
+    return dict(_data_set(name, settings)[number])
+
+
 def evaluate(name: str, data_set: Any, answer: str | None, entry: dict[str, Any]) -> float:
     """Return a data set's score of an answer, between 0 and 1; 0 if the scorer raises or the grammar has no such answer.
 

@@ -28,8 +28,8 @@ from agile_trainers.envs.tools.toolbox import (
 from agile_trainers.imports import load_named
 from agile_trainers.types import Content, Message, parts_of
 
-REWARDED = "rewarded"
-"""Name in the info of a last step; False if nothing of the environment rewards the episode."""
+UNREWARDED = "agile_trainers.unrewarded"
+"""Name in the info of a last step, there if nothing of the environment rewards the episode. No other environment has it."""
 _OWN_METHODS = ("reset", "get_reward")
 _OF_TRAINERS = ("completion_ids", "trainer_state", "log_extra", "log_metric", "trajectories")
 """Arguments of reward functions that only a trainer gives."""
@@ -108,8 +108,8 @@ class TRLEnvironment:
     first answer without a tool call, or a limit of the trainer, ends the episode, which is then rewarded: by the
     object's ``get_reward()`` and by ``reward_funcs``, which get the object as ``environments``, and the conversation in
     TRL's form (``tool_calls``; results by ``name``). Rewards add up, without those that are None. Without either, all
-    rewards are those of the trainer's own ``reward_funcs``. An episode whose rewards are all None has
-    ``info["rewarded"]`` False, and is left out of the update if no other function rewards it.
+    rewards are those of the trainer's own ``reward_funcs``. An episode whose rewards are all None is left
+    out of the update if no other function rewards it; its info says ``agile_trainers.unrewarded``.
 
     Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
@@ -255,7 +255,7 @@ class TRLEnvironment:
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
         if not self.rewarded:
-            info[REWARDED] = False
+            info[UNREWARDED] = True
         if isinstance(success := getattr(self.object, "success", None), bool):
             info["success"] = success
         return info

@@ -1,6 +1,7 @@
 // Charts: small line charts that share the step axis, and strips of turns.
 
 const CHART = { height: 150, left: 46, right: 10, top: 8, bottom: 20 };
+const LETTER = 7; // pixels of the widest usual letter of a label
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
@@ -26,7 +27,7 @@ const pathOf = (points, x, y) => points.map(([a, b], k) => `${k ? "L" : "M"}${x(
  * @param {{width: number, range: number[], pick: function(number)}} place
  */
 function lineChart({ title, about, series, format }, { width, range, pick }) {
-  const { height, left, right, top, bottom } = CHART;
+  const { height, right, top, bottom } = CHART;
   const all = series.flatMap(({ points, band = [] }) => [...points.map(([, y]) => y), ...band.flatMap(([, ...ends]) => ends)]);
   let [low, high] = all.reduce(([least, most], y) => [Math.min(least, y), Math.max(most, y)], [Infinity, -Infinity]);
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
@@ -34,11 +35,13 @@ function lineChart({ title, about, series, format }, { width, range, pick }) {
   const share = format === percent; // never below 0 or above 100 %
   [low, high] = [share ? Math.max(0, low - pad) : low - pad, share ? Math.min(1, high + pad) : high + pad];
   const [first, last] = range[0] === range[1] ? [range[0] - 1, range[1] + 1] : range;
+  const labels = ticks(low, high, 3).map((tick) => [tick, share ? `${number(100 * tick)} %` : number(tick)]);
+  const left = Math.max(CHART.left, 8 + LETTER * Math.max(...labels.map(([, text]) => text.length)));
   const x = (step) => left + ((step - first) / (last - first)) * (width - left - right);
   const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - top - bottom);
-  const grid = ticks(low, high, 3).map((tick) => [
+  const grid = labels.map(([tick, text]) => [
     svg("line", { x1: left, x2: width - right, y1: y(tick), y2: y(tick), class: "grid" }),
-    svg("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, share ? `${number(100 * tick)} %` : number(tick)),
+    svg("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, text),
   ]);
   const steps = ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger).map((tick) =>
     svg("text", { x: x(tick), y: height - 5, "text-anchor": "middle" }, String(tick)));
