@@ -189,16 +189,13 @@ class Game:
     def expectation(self, trainer: MultiTurnTrainer, groups: int, size: int) -> torch.Tensor:
         """Of the gradient over all batches of ``groups`` groups of ``size``, whose order and whose members' is alike."""
         every = list(itertools.combinations_with_replacement(range(len(self.episodes)), size))
-        chances = [self._chance(group) for group in every]
+        probabilities = self.probabilities()
+        chances = [_orders(group) * math.prod(probabilities[e] for e in group) for group in every]
         total: Any = 0.0
         for chosen in itertools.combinations_with_replacement(range(len(every)), groups):
             weight = _orders(chosen) * math.prod(chances[g] for g in chosen)
             total = total + weight * self.estimate(trainer, [e for g in chosen for e in every[g]])
         return total
-
-    def _chance(self, members: tuple[int, ...]) -> float:
-        probabilities = self.probabilities()
-        return _orders(members) * math.prod(probabilities[e] for e in members)
 
 
 def _orders(chosen: tuple[int, ...]) -> int:

@@ -57,9 +57,9 @@ def test_no_window_closes_early_without_a_data_set(embedded_model, tmp_path, acc
     """Where a generation batch and an optimizer step do not end together, too."""
     steps = watched(
         embedded_model, tmp_path, gradient_accumulation_steps=accumulation, steps_per_generation=per_generation,
-        num_iterations=iterations, max_steps=3,
+        num_iterations=iterations, max_steps=3, per_device_train_batch_size=2, num_generations=2,
     )  # fmt: skip
-    assert steps.episodes == [4 * accumulation] * 3
+    assert steps.episodes == [2 * accumulation] * 3
 
 
 def test_an_epoch_shorter_than_an_update_is_warned_of(embedded_model, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def adapter(trainer: MultiTurnTrainer, name: str) -> dict[str, torch.Tensor]:
     return {key.replace(f".{name}.", "."): p.detach().clone() for key, p in weights if f".{name}." in key}
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", False, "gaussian"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", False])
 def test_the_reference_is_the_policy_as_it_starts(embedded_model: Path, tmp_path: Path, init: Any) -> None:
     trainer = make_trainer(embedded_model, tmp_path, lora={"init_lora_weights": init}, **LEARNS)
     start = log_probs(trainer.model)

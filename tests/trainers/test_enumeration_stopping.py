@@ -61,7 +61,7 @@ def test_raw_returns_are_the_exact_gradient(embedded_model, tmp_path, game, gamm
 
 
 @pytest.mark.parametrize(
-    ("game", "size", "gamma"), [(2, 2, 0.5), (2, 4, 0.5), (3, 2, 1.0), (3, 2, 0.5), (3, 4, 0.5)], indirect=["game"]
+    ("game", "size", "gamma"), [(2, 2, 0.5), (2, 4, 0.5), (3, 2, 1.0), (3, 2, 0.5)], indirect=["game"]
 )
 def test_leave_one_out_is_the_exact_gradient(embedded_model, tmp_path, game, size, gamma):
     trainer = grpo(embedded_model, tmp_path, size, advantage_baseline="leave_one_out", gamma=gamma)
@@ -79,9 +79,13 @@ def test_leave_one_out_with_summed_ratios_and_over_whole_episodes(embedded_model
     assert relative_error(game.expectation(trainer, 1, 2), game.exact_gradient(1.0)) < 1e-5
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("granularity", ["turn", "token"])
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("gae_lambda", "granularity", "gamma"),
+    [
+        (0.0, "turn", 0.5), (0.0, "token", 1.0), (0.6, "turn", 1.0), (0.6, "token", 0.5), (1.0, "turn", 0.5),
+        (1.0, "token", 0.5),
+    ],
+)  # fmt: skip
 def test_gae_with_the_exact_value_is_the_exact_gradient(
     embedded_model, tmp_path, game, gae_lambda, granularity, gamma, monkeypatch
 ):

@@ -104,7 +104,7 @@ def test_grpo_as_a_loss_of_its_own_is_trls(embedded_model, tmp_path, denominator
     [
         ("constant", {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2}),
         ("tokens", {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),
-        ("episodes", {"gradient_accumulation_steps": 4, "steps_per_generation": 2}),
+        ("episodes", {"gradient_accumulation_steps": 2, "steps_per_generation": 1}),
     ],
     ids=["accumulated-constant", "two-steps-tokens", "two-batches-episodes"],
 )

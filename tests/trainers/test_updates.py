@@ -16,11 +16,11 @@ from transformers import TrainerCallback
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.manual_loop import RunOverError, _Meter
 
-ROWS = [{"prompt": [{"role": "user", "content": ""}], "row": n} for n in range(7)]
+ROWS = [{"prompt": [{"role": "user", "content": ""}], "row": n} for n in range(5)]
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 4},
-    # Seven rows make epochs of three updates and a row that is left over; two steps for each generation batch.
-    "grpo-rows": {"rows": True, "steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 7, "beta": 0.1},
+    # Five rows make epochs of two updates and a row that is left over; two steps for each generation batch.
+    "grpo-rows": {"rows": True, "steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 5, "beta": 0.1},
     # A step takes two generation batches, of two environments.
     "reinforce": {"algorithm": "reinforce", "num_generations": 1, "steps_per_generation": 2, "max_steps": 3,
                   "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2,
