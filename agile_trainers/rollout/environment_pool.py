@@ -363,11 +363,11 @@ class EnvironmentPool:
             began = time.monotonic()
             self._close(environment, partial(_note_closed, closed, place), inline)
             if time.monotonic() - began >= inline:
-                inline = _LAST_SECONDS
+                limit = inline = _LAST_SECONDS
         waiting = dict(enumerate(idle))
         with suppress(queue.Empty):
             while waiting:
-                del waiting[closed.get(timeout=min(limit, inline))]
+                del waiting[closed.get(timeout=limit)]
         if waiting:
             logger.warning(
                 f"{', '.join(sorted({type(one).__name__ for one in waiting.values()}))}: close() of {len(waiting)} of "
