@@ -1465,7 +1465,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards around a large mean are not named as rounding", "evaluation/diagnosis.py",
-        "spread <= ROUNDING * max(1.0, abs(mean))", "spread <= ROUNDING",
+        "spread <= ROUNDING * large", "spread <= ROUNDING",
         "tests/evaluation/test_diagnosis.py -k rounding",
     ),
     Mutation(
@@ -1980,12 +1980,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a close without an answer is waited for without a limit", "rollout/environment_pool.py",
-        "max(deadline - time.monotonic(), 0) if self.timeout is None else self.timeout", "20.0",
+        "limit = SILENT_SECONDS if self.timeout is None else self.timeout", "limit = 20.0",
         "tests/rollout/test_stepping.py -k has_a_limit_too",
     ),
     Mutation(
         "an inline close without an answer is waited for forever", "rollout/environment_pool.py",
-        "signal.setitimer(signal.ITIMER_REAL, seconds)", "signal.setitimer(signal.ITIMER_REAL, 3600.0)",
+        "= signal.setitimer(signal.ITIMER_REAL, seconds)", "= signal.setitimer(signal.ITIMER_REAL, 3600.0)",
         "tests/rollout/test_stepping.py -k has_a_limit_too",
     ),
     Mutation(
@@ -2069,7 +2069,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment may repeat the model's answers", "envs/checker.py",
-        'if any(message["role"] == "assistant" for', "if any(False for", "tests/envs/test_env_checker.py -k bad_steps",
+        'and any(message["role"] == "assistant" for', "and any(False for", "tests/envs/test_env_checker.py -k bad_steps",
     ),
     Mutation(
         "clipped tokens are a finding while the policy learns", "evaluation/diagnosis.py",
@@ -2882,7 +2882,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank does not use the time that torchrun gives it", "checkpoints/stopping.py",
-        "\"TORCH_ELASTIC_SHUTDOWN_TIMEOUT\", \"30\"", "\"\", \"5.1\"", "tests/trainers/test_stopping.py -k torchrun",
+        "limit = float(given or 30)", "limit = 0.4", "tests/trainers/test_stopping.py -k torchrun",
     ),
     Mutation(
         "a base that was changed in memory is played from its files", "trainers/arguments.py",
@@ -2890,12 +2890,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a base that was rounded is taken for another", "sampling/vllm_checks.py",
-        "ways = (own.dtype, torch.bfloat16, torch.float16)", "ways = (own.dtype,)",
+        "for way in (dtype, torch.bfloat16, torch.float16))", "for way in (dtype,))",
         "tests/trainers/test_vllm_options.py -k files_is_refused",
     ),
     Mutation(
         "a weight that is stored in another order is taken for another", "sampling/vllm_checks.py",
-        "return not _equal(own.flatten().sort().values, stored[:].to(own.device).flatten().sort().values)", "return True",
+        "return all(_sum_of_bits(own) != _sum_of_bits(one) for one in _roundings(stored[:], own.dtype))", "return True",
         "tests/trainers/test_vllm_options.py -k cannot_be_compared",
     ),
     Mutation(

@@ -324,7 +324,7 @@ def test_a_stage_that_pushes_is_pushed_at_its_end(
     pushed: list[set[str]] = []
     if not offline:
         monkeypatch.setattr("agile_trainers.checkpoints.hub.is_offline_mode", lambda: False)
-        monkeypatch.setattr("agile_trainers.checkpoints.hub.make_repository", lambda option, name, token, make: make())
+        monkeypatch.setattr("agile_trainers.checkpoints.hub.make_repository", lambda *given: given[3]())
         made = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
         monkeypatch.setattr("transformers.trainer.hf_api", lambda: made)
         monkeypatch.setattr(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.launcher.api import LaunchConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
@@ -173,8 +174,7 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
     """End this process within the grace period after a SIGTERM that torchrun sends because a peer died.
 
     The main thread may wait for that peer in a collective, where no Python signal handler runs; so a thread waits for the
-    signal. Outside torchrun the sender of SIGTERM sets the grace period. Before torch 2.12, torchrun does not
-    read the variable and kills after 30 s.
+    signal. Outside torchrun the sender of SIGTERM sets the grace period.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
@@ -182,7 +182,10 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
     ours, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     done = threading.Event()
-    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - SPARE_SECONDS
+    # Before torch 2.12, torchrun does not read the variable.
+    given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if hasattr(LaunchConfig, "shutdown_timeout") else None
+    limit = float(given or 30)
+    grace = max(limit - SPARE_SECONDS, limit / 2)
 
     def watch() -> None:
         while (received := ours.recv(1)) != b"":

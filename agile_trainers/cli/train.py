@@ -6,6 +6,7 @@ file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) start the train
 """
 
 import argparse
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -262,6 +263,7 @@ def start(launch: argparse.Namespace) -> None:
 
     def take_place(options: argparse.Namespace) -> None:
         command, environment = prepare_simple_launcher_cmd_env(options)
+        atexit._run_exitfuncs()  # as at an exit: temporary folders go, streams are flushed
         sys.stdout.flush()
         os.execvpe(command[0], command, environment)
 

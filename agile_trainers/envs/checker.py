@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -78,8 +78,8 @@ def validate_step(result: Any) -> StepResult:
 
     Raises:
         EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``, or
-            a message has role ``assistant``. NumPy scalars are allowed. A bool as reward is rejected, since it is usually a
-            misplaced flag.
+            a message that the model would read has role ``assistant``. NumPy scalars are allowed. A bool as reward is
+            rejected, since it is usually a misplaced flag.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvironmentProtocolError(
@@ -87,16 +87,16 @@ def validate_step(result: Any) -> StepResult:
         )
     observation, reward, terminated, truncated, info = result
     observation = _validate_observation(observation, "step()")
-    if any(message["role"] == "assistant" for message in as_messages(observation)):
-        raise EnvironmentProtocolError(
-            "step() returned a message of role 'assistant', which is the model's own. The conversation is kept by the "
-            'rollout: return only what is new, such as [{"role": "user", "content": "..."}].'
-        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise EnvironmentProtocolError(
                 f"step() returned {name}={_describe(flag)}; expected a bool. The order is {_STEP_ITEMS}."
             )
+    if not terminated and any(message["role"] == "assistant" for message in as_messages(observation)):
+        raise EnvironmentProtocolError(
+            "step() returned a message of role 'assistant', which is the model's own. The conversation is kept by the "
+            'rollout: return only what is new, such as [{"role": "user", "content": "..."}].'
+        )
     info = _validate_info(info, "step()")
     return observation, _validate_reward(reward, "step()"), bool(terminated), bool(truncated), info
 
@@ -276,13 +276,25 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         elif stored is tuple:
             copy = memo[id(value)] = tuple([_copied(item, memo) for item in tuple.__iter__(value)])
         else:
-            copy = deepcopy(value, memo) if issubclass(kind, _CONTAINERS) or hasattr(kind, "__array__") else value
+            for one in _elements(value):
+                memo[id(one)] = _copied(one, memo)
+            array = hasattr(kind, "__array__") and not issubclass(kind, np.memmap)
+            copy = deepcopy(value, memo) if issubclass(kind, _CONTAINERS) or array else value
             if getattr(value, "__dict__", None) is value:  # a dict whose items are its attributes
                 copy.__dict__ = copy
     except BaseException as error:  # whatever its class raises, or too deep a nesting
         pass_on_interrupt(error)
         memo[id(value)] = copy = value
     return copy
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    """Return what a container holds that copies itself."""
+    if isinstance(value, np.ndarray):
+        return value.flat if value.dtype == object else ()
+    if isinstance(value, dict):
+        return dict.values(value)
+    return value if isinstance(value, (list, tuple, set, frozenset, deque)) else ()
 
 
 def _as_stored(kind: type) -> type | None:

@@ -87,6 +87,8 @@ PINNED = 1.0
 Var(A) / (2 beta^2) nats."""
 STIFF = 0.05
 """Entropy of the first batch, in nats a token, up to which the members of a group give the same answers."""
+SUMMED = 1e-12
+"""Spread of equal rewards that were summed in other orders, over the same."""
 ROUNDING = 1e-6
 """Spread of rewards, over the larger of 1 and their mean, up to which advantages are 0 (``objectives/advantages.py``)."""
 EMPTY = 0.95
@@ -324,7 +326,8 @@ def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
     known = "" if success is None else f" (success {success:.0%})"
     text = f"{none:.0%} of the latest episodes had no advantage{known}."
     spread, mean = (history.mean(f"return/{name}") or 0.0 for name in ("std", "mean"))
-    if 0.0 < spread <= ROUNDING * max(1.0, abs(mean)):
+    large = max(1.0, abs(mean))
+    if SUMMED * large < spread <= ROUNDING * large:
         return Evidence(
             f"{text} Returns have a standard deviation of {spread:.2g} around {mean:.6g}, which counts as rounding.",
             advice="Multiply the reward, or leave out what all episodes get.",

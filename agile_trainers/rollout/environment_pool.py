@@ -345,7 +345,8 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close idle instances, and stop the event loop and idle threads.
 
-        It waits up to ``timeout`` seconds for each instance, or ``SILENT_SECONDS`` for all if there is no timeout.
+        It waits up to ``timeout`` seconds for each instance, ``SILENT_SECONDS`` if there is no timeout, and hardly for those
+        after one that has not answered.
         """
         closed: queue.SimpleQueue[int] = queue.SimpleQueue()
         idle: list[Environment | None] = [one for instances in self._idle.values() for one in instances]
@@ -356,21 +357,23 @@ class EnvironmentPool:
                     self._given_up.discard(call)
                     idle.append(call.environment)
         self._given_up.clear()
-        deadline = time.monotonic() + SILENT_SECONDS
+        limit = SILENT_SECONDS if self.timeout is None else self.timeout
+        inline = SILENT_SECONDS
         for place, environment in enumerate(idle):
-            self._close(environment, partial(_note_closed, closed, place), deadline)
+            began = time.monotonic()
+            self._close(environment, partial(_note_closed, closed, place), inline)
+            if time.monotonic() - began >= inline:
+                limit = inline = _LAST_SECONDS
         waiting = dict(enumerate(idle))
         with suppress(queue.Empty):
             while waiting:
-                del waiting[
-                    closed.get(timeout=max(deadline - time.monotonic(), 0) if self.timeout is None else self.timeout)
-                ]
+                del waiting[closed.get(timeout=limit)]
         if waiting:
             logger.warning(
                 f"{', '.join(sorted({type(one).__name__ for one in waiting.values()}))}: close() of {len(waiting)} of "
                 f"{len(idle)} instances did not answer in time, and is waited for no longer. What they hold, such as "
-                "processes or containers, may be left. Without environment_timeout they have "
-                f"{SILENT_SECONDS:g} s together."
+                "processes or containers, may be left. Without environment_timeout each has "
+                f"{SILENT_SECONDS:g} s, and {_LAST_SECONDS:g} s after one that did not answer."
             )
         self._idle.clear()
         for loop in (self._loop, *self._blocked_loops):
@@ -483,12 +486,11 @@ class EnvironmentPool:
         self,
         environment: Environment | None,
         report: _Report = lambda value, error: None,
-        deadline: float | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """Close an instance without waiting, or inline within ``SILENT_SECONDS`` or the deadline. Errors are ignored."""
-        left = SILENT_SECONDS if deadline is None else max(deadline - time.monotonic(), _LAST_SECONDS)
+        """Close an instance without waiting, or inline within some seconds (``SILENT_SECONDS``). Errors are ignored."""
         try:
-            with _interrupted_after(left):
+            with _interrupted_after(SILENT_SECONDS if seconds is None else seconds):
                 self._launch(getattr(environment, "close", lambda: None), report)
         except BaseException as error:
             pass_on_interrupt(error)
@@ -537,13 +539,15 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
         raise _EndedError(f"close had not answered for {seconds:.0f} s")
 
     handler = signal.signal(signal.SIGALRM, end)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
 _WAKE = "wake up"

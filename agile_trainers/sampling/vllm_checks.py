@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from peft import LoraConfig, PeftType
+from peft import LoraConfig, PeftModel, PeftType
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
@@ -72,9 +72,9 @@ def base_source(model: torch.nn.Module) -> str:
 def check_base_unchanged(model: torch.nn.Module) -> None:
     """Refuse the base of an adapter that was changed since it was loaded: vLLM loads it from the files that it names.
 
-    The first numbers of each weight are compared with those of the same name in the files, and all where these differ.
-    Nothing is compared of quantized models, of weights that are sharded already, and of those that transformers renamed or
-    reshaped.
+    The first numbers of each weight are compared with those of the same name in the files, and where these differ, the sum
+    of all numbers' bits. Nothing is compared of quantized models, of weights that are sharded already, and of those that
+    transformers renamed or reshaped.
 
     Args:
         model: The base, or the policy with its adapters.
@@ -82,27 +82,35 @@ def check_base_unchanged(model: torch.nn.Module) -> None:
     Raises:
         ValueError: If a weight is another.
     """
+    if isinstance(model, PeftModel):
+        lora_rank(model.active_peft_config)  # the better reason, such as an initialization that changes the base
     base = base_model(model)
     if quantization_name(base) is not None:
         return
     own = {_stored_name(name): weight for name, weight in base.named_parameters() if _is_whole(weight)}
+    embedding = base.get_input_embeddings().weight
     for file in _weight_files(base.config):
         with safe_open(file, framework="pt") as stored:
             for name in sorted(own.keys() & set(stored.keys())):
-                if _differs(own[name].detach(), stored.get_slice(name)):
+                resized = own[name] is embedding and list(embedding.shape) != stored.get_slice(name).get_shape()
+                if resized or _differs(own[name].detach(), stored.get_slice(name)):
                     raise ValueError(
                         f"vLLM loads the base from the files that the model names ({base.config._name_or_path!r}), and the "
                         f"model that was passed holds other weights ({name}): it would sample from another policy. Save the "
-                        "base with save_pretrained(folder) and pass the folder as `model`, or set use_vllm=False."
+                        "base as it is, without an adapter, with save_pretrained(folder), and load or make the adapter on "
+                        "that folder; or set use_vllm=False. A PeftModel gives its base by unload(), once the adapter is "
+                        "saved."
                     )
 
 
 def _weight_files(config: Any) -> list[Path]:
     """List the safetensors files that a model was loaded from, as far as they are on this machine."""
     name, commit = str(config._name_or_path), getattr(config, "_commit_hash", None)
+    if not name:
+        return []
     folder = Path(name)
     if not folder.is_dir():
-        found = try_to_load_from_cache(name, "config.json", revision=commit) if name else None
+        found = try_to_load_from_cache(name, "config.json", revision=commit)
         if not isinstance(found, str):
             return []
         folder = Path(found).parent
@@ -112,7 +120,7 @@ def _weight_files(config: Any) -> list[Path]:
 
 def _stored_name(name: str) -> str:
     """Return the name of a weight without what PEFT's layers add."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return name.replace(".base_layer.", ".")
 
 
 def _is_whole(weight: torch.Tensor) -> bool:
@@ -126,16 +134,21 @@ def _differs(own: torch.Tensor, stored: Any) -> bool:
     if list(own.shape) != stored.get_shape() or stored.get_dtype() not in ("F16", "BF16", "F32", "F64"):
         return False
     rows = max(1, _COMPARED // own[0].numel())
-    if _equal(own[:rows], stored[:rows]):
+    if any(torch.equal(own[:rows].cpu(), one) for one in _roundings(stored[:rows], own.dtype)):
         return False
     # Some models store the same numbers permuted.
-    return not _equal(own.flatten().sort().values, stored[:].to(own.device).flatten().sort().values)
+    return all(_sum_of_bits(own) != _sum_of_bits(one) for one in _roundings(stored[:], own.dtype))
 
 
-def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Return whether a tensor is a stored one in its dtype, which it may have got by way of half precision."""
-    ways = (own.dtype, torch.bfloat16, torch.float16)
-    return any(torch.equal(own, stored.to(own.device, way).to(own.dtype)) for way in ways)
+def _roundings(stored: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield a stored weight in another dtype, which a loaded one may have got by way of half precision."""
+    return (stored.to(way).to(dtype) for way in (dtype, torch.bfloat16, torch.float16))
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    """Return the sum of the bit patterns of a weight's numbers, which has no rounding in any order."""
+    patterns = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(weight.view(patterns[weight.element_size()]).sum(dtype=torch.int64))
 
 
 def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:

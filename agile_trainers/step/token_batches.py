@@ -41,7 +41,7 @@ class TokenBatch:
     share: float
     """Factor from TRL's loss of these rows to their part of the micro-batch's loss."""
     entropy_share: float
-    """The same for the entropy bonus, the mean over the tokens of the update."""
+    """The same for the entropy bonus, a mean over the tokens of an average update of the generation batch."""
     tokens: float
     """Tokens that are trained on, over all processes: the weight in metrics."""
     weights: dict[str, float] = field(default_factory=dict)

@@ -342,10 +342,11 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
             f"{source!r}. Leave it unset; the reference is then the loaded policy."
         )
-    if isinstance(source, PeftModel) and {POLICY, REFERENCE} <= source.peft_config.keys():
+    needs_reference = args.beta != 0.0 or args.reference_adapter
+    if needs_reference and isinstance(source, PeftModel) and {POLICY, REFERENCE} <= source.peft_config.keys():
         logger.warning(
-            "The model holds an adapter %r, such as DPO and an earlier run leave. It is removed: the reference of this run, "
-            "if it has one, is the policy as it is now.",
+            "The model holds an adapter %r, such as DPO and an earlier run leave. It is removed: the reference of this run "
+            "is the policy as it is now. An earlier trainer of this model has its reference no longer.",
             REFERENCE,
         )
         source.delete_adapter(REFERENCE)

@@ -98,6 +98,12 @@ def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
     assert all(word in str(error.value) for word in ["step()", *words]), error.value
 
 
+def test_the_last_message_of_an_episode_may_have_any_role() -> None:
+    """No model reads it."""
+    said = [{"role": "assistant", "content": "1"}]
+    assert validate_step((said, 1.0, True, False, {}))[0] == said
+
+
 def test_a_row_that_an_environment_changes_is_as_it_was_for_the_next_one() -> None:
     class Taking(Echo):
         def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from collections import OrderedDict
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,7 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
                 "seen": (self.seen, {1}),
                 "board": self.board,
                 "beside": [self.lock, self.log, self],
+                "ordered": OrderedDict(log=self.log, env=self),
             }
 
         def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -247,6 +249,7 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
         for turn, info in enumerate([trajectory.reset_info, *(turn.info for turn in trajectory.turns)]):
             assert info["log"] == list(range(turn)) and info["beside"][1] is info["log"]
             assert isinstance(info["beside"][2], Logging) and info["beside"][2].lock is info["beside"][0]
+            assert info["ordered"]["log"] == info["log"] and info["ordered"]["env"] is info["beside"][2]
             assert info["seen"] == ({"n": [seed + turn]}, {1}) and info["board"].tolist() == [seed + turn] * 3
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -528,6 +529,24 @@ def test_without_a_timeout_close_has_a_limit_too(hang: Any, kind: str, monkeypat
     (text,) = (one for one in said if "close" in one)
     assert made.__name__ in text and "1 of 3 instances" in text and len(closed) == 2
     assert signal.getsignal(signal.SIGALRM) == handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_each_inline_close_has_the_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    engine = make_engine(Scripted)
+    assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+    monkeypatch.setattr(environment_pool, "_interrupted_after", lambda limit: nullcontext(limits.append(limit)))
+    engine.pool.close()
+    assert limits == [environment_pool.SILENT_SECONDS] * 2
+
+
+def test_a_timer_of_the_caller_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool.time, "monotonic", iter([10.0, 40.0]).__next__)
+    before = signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
+    with environment_pool._interrupted_after(500.0):
+        pass
+    left, interval = signal.setitimer(signal.ITIMER_REAL, *before)
+    assert 900.0 < left <= 970.0 and interval == pytest.approx(7.0)
 
 
 def test_an_inline_close_that_hangs_does_not_hold_up_the_other_episodes(

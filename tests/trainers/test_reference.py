@@ -179,7 +179,7 @@ def test_a_reference_that_a_model_holds_already_is_replaced(embedded_model, tmp_
     )
     model.add_adapter(REFERENCE, LoraConfig(r=2, init_lora_weights=False))
     trainer = make_trainer(model, tmp_path, lora=False, beta=beta)
-    assert set(trainer.model.peft_config) == ({POLICY, REFERENCE} if beta else {POLICY})
+    assert set(trainer.model.peft_config) == {POLICY, REFERENCE}  # without one it stays an earlier trainer's
     assert not beta or same(*policy_and_reference(trainer))
 
 
