@@ -1146,7 +1146,7 @@ MUTATIONS = [
     ),
     Mutation(
         "special tokens are secrets", "checkpoints/disclosure.py",
-        "(?!<\\|)", "", "tests/trainers/test_secrets.py -k words",
+        '_values(_NAMES, r"<\\|")', '_values(_NAMES, "$.")', "tests/trainers/test_secrets.py -k words",
     ),
     Mutation(
         "a pushed template has no special tokens", "checkpoints/disclosure.py",

@@ -96,7 +96,7 @@ _NAMES_IN_FILES = (
 """Names of secrets where those that end in ``token`` are of special tokens: in templates and processors' files."""
 _NAMES = rf"token|{_NAMES_IN_FILES}"
 _TAG = re.compile(r"<.*>|\[.*\]|\|.*\|", re.DOTALL)
-"""What special tokens look like."""
+"""Texts in brackets or bars, as special tokens are."""
 _NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]|\.[\w\-]))"
 """A look ahead that refuses words, as in the names of environments and models (``key-door-v2``)."""
 _KEYS = {

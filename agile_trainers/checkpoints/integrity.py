@@ -149,7 +149,7 @@ POSITION, _STATE_FILE = "rollout/position.json", "trainer_state.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
 _CONFIG, _ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-"""Of an adapter; PEFT reads the first of the weights that is there."""
+"""Files of an adapter; of the two kinds of weights PEFT reads the first that is there."""
 _TAGS = ("latest", "latest_universal")
 """Files in which DeepSpeed reads the name of the subfolder to load."""
 
@@ -269,7 +269,7 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
                 f"SHA-256 {brief(expected.get('sha256'))}."
             )
     for name in present.keys() - listed.keys():
-        if _is_loaded(name, listed):
+        if is_loaded_unlisted(name, listed):
             raise CheckpointError(
                 f"{folder} holds {named(name)}, which {MARKER} does not list: it is no part of this checkpoint, but of "
                 "another run's, perhaps. Remove it."
@@ -283,7 +283,7 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
             )
 
 
-def _is_loaded(name: str, listed: Collection[str]) -> bool:
+def is_loaded_unlisted(name: str, listed: Collection[str]) -> bool:
     """Return whether a loader would read an unlisted file: of another run that was pushed to the same place, for example.
 
     Args:

@@ -44,8 +44,8 @@ from agile_trainers.checkpoints.integrity import (
     MARKER,
     OPTION,
     POSITION,
-    _is_loaded,
     check_complete,
+    is_loaded_unlisted,
     mark_complete,
     newest_complete,
 )
@@ -217,7 +217,7 @@ def test_an_adapter_that_the_marker_does_not_list_is_refused(checkpoint: Path, n
     ],
 )
 def test_unlisted_weights_that_a_loader_prefers(name: str, listed: list[str], is_loaded: bool) -> None:
-    assert _is_loaded(name, listed) == is_loaded
+    assert is_loaded_unlisted(name, listed) == is_loaded
 
 
 def test_the_hubs_cache_links_to_its_own_contents_only(checkpoint: Path, tmp_path: Path) -> None:
