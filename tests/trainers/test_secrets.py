@@ -293,10 +293,10 @@ def test_special_tokens_of_templates_and_processors_are_pushed(tmp_path: Path, m
     ]  # fmt: skip
     write_json(
         tmp_path / "processor_config.json",
-        {**processor, "api_keys": ["9f8e7d6c5b4a"], "think_token": "think_start1", "end": {"password": "<hunter22"}},
+        {**processor, "api_keys": ["9f8e7d6c5b4a"], "image_end_token": "image_end1", "end": {"password": "<hunter22"}},
     )
     disclose(tmp_path)
-    masked_now = {**processor, "api_keys": ["***"], "think_token": "think_start1", "end": {"password": "***"}}
+    masked_now = {**processor, "api_keys": ["***"], "image_end_token": "image_end1", "end": {"password": "***"}}
     assert read_json(tmp_path / "processor_config.json") == masked_now
     assert "processor_config.json (form: a value after its name)" in said[-1]
 
