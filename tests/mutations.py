@@ -1146,13 +1146,28 @@ MUTATIONS = [
     ),
     Mutation(
         "special tokens are secrets", "checkpoints/disclosure.py",
-        "(?!<\\|)", "", "tests/trainers/test_secrets.py -k words",
+        '_values(_NAMES, r"<\\|")', '_values(_NAMES, "$.")', "tests/trainers/test_secrets.py -k words",
     ),
     Mutation(
         "a pushed template has no special tokens", "checkpoints/disclosure.py",
-        '_KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)',
-        '_KEY = re.compile("|".join(f"({form})" for form in (*_KEYS.values(), *_VALUES)), re.DOTALL)',
-        "tests/trainers/test_secrets.py -k special_tokens_of",
+        "*_values(_NAMES_IN_FILES,", "*_values(_NAMES,", "tests/trainers/test_secrets.py -k templates",
+    ),
+    Mutation(
+        "a pushed processor has no special tokens", "checkpoints/disclosure.py",
+        ' and not re.search("tokens?$", name, re.IGNORECASE)', "", "tests/trainers/test_secrets.py -k special_tokens_of",
+    ),
+    Mutation(
+        "expressions of templates are secrets", "checkpoints/disclosure.py",
+        "return opened > closed and", "return False and", "tests/trainers/test_secrets.py -k no_expressions",
+    ),
+    Mutation(
+        "strings in a template's code are expressions", "checkpoints/disclosure.py",
+        """return opened > closed and not re.search("[\\"']", _STRING.sub("", text[opened:place]))""",
+        "return opened > closed", "tests/trainers/test_secrets.py -k no_expressions",
+    ),
+    Mutation(
+        "a masked template is none any more", "checkpoints/disclosure.py",
+        'r"(?![#%\\-]{0,2}\\}|\\{)"', '""', "tests/trainers/test_secrets.py -k no_expressions",
     ),
     Mutation(
         "processors stay at home", "checkpoints/disclosure.py",
@@ -3416,7 +3431,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a pushed checkpoint keeps another run's reference", "checkpoints/hub.py",
-        'return ["*"]', "return None", "tests/trainers/test_hub.py -k file_of_another_run",
+        'return [*self._patterns(path_in_repo), "rollout/*"]', "return None",
+        "tests/trainers/test_hub.py -k file_of_another_run",
+    ),
+    Mutation(
+        "a pushed checkpoint deletes what a user added", "checkpoints/hub.py",
+        'return [*self._patterns(path_in_repo), "rollout/*"]', 'return ["*"]',
+        "tests/trainers/test_hub.py -k user_added",
+    ),
+    Mutation(
+        "errors of this machine are tried again", "checkpoints/hub.py",
+        "isinstance(error, OSError) and error.errno in _NETWORK", "isinstance(error, OSError)",
+        "tests/trainers/test_hub.py -k this_machine",
     ),
     Mutation(
         "an adapter deletes its base from the Hub", "checkpoints/hub.py",
@@ -3424,7 +3450,17 @@ MUTATIONS = [
     ),
     Mutation(
         "an unlisted reference is loaded", "checkpoints/integrity.py",
-        "path.parts[0] in (REFERENCE, CRITIC) or ", "", "tests/adapters/test_strangers.py -k does_not_list",
+        "if folder in (REFERENCE, CRITIC):", "if False:", "tests/adapters/test_strangers.py -k does_not_list",
+    ),
+    Mutation(
+        "notes beside a reference make a checkpoint unusable", "checkpoints/integrity.py",
+        'return file == _CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))', "return True",
+        "tests/adapters/test_strangers.py -k does_not_list",
+    ),
+    Mutation(
+        "an unlisted whole model is loaded in place of shards", "checkpoints/integrity.py",
+        'if file in ("model.safetensors", "pytorch_model.bin"):', "if False:",
+        "tests/adapters/test_strangers.py -k loader_prefers",
     ),
     Mutation(
         "nobody makes the branch of a push", "checkpoints/hub.py",

@@ -89,10 +89,14 @@ _SHORTEST_SECRET = 8
 """Characters of the shortest value that its name makes a secret: shorter ones are mostly numbers and words of games."""
 _SHORT = 200
 """Characters of the longest text whose masked form is remembered."""
-_NAMES = (
-    r"(?:api|access|private|account)[_\-]?key|token|secret|passw(?:or)?d|passphrase|pwd|auth|authorization|bearer|cookie"
+_NAMES_IN_FILES = (
+    r"(?:api|access|private|account)[_\-]?key|secret|passw(?:or)?d|passphrase|pwd|auth|authorization|bearer|cookie"
     r"|credential"
 )
+"""Names of secrets where those that end in ``token`` are of special tokens: in templates and processors' files."""
+_NAMES = rf"token|{_NAMES_IN_FILES}"
+_TAG = re.compile(r"<.*>|\[.*\]|\|.*\|", re.DOTALL)
+"""Texts in brackets or bars, as special tokens are."""
 _NO_WORDS = r"(?!(?:[A-Z]?[a-z]{0,15}\d{0,3}[\-_.]){0,8}[A-Z]?[a-z]{0,15}\d{0,3}(?![\w\-+/=~]|\.[\w\-]))"
 """A look ahead that refuses words, as in the names of environments and models (``key-door-v2``)."""
 _KEYS = {
@@ -123,16 +127,39 @@ _KEYS = {
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
 }
 """Secrets that are known by themselves, wherever they stand: the name of each form, and its pattern without groups."""
-_VALUES = (
-    # Headers, parameters of an address, and values of at least eight characters as JSON, YAML and shells write them.
-    rf"(?P<header>\b(?i:bearer|basic)\s+){_NO_WORDS}[\w+/=.~\-]{{12,}}",
-    r"(?P<parameter>[?&;][\w\-]*(?i:key|token|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)s?=)[^\s&\"'<>]+",
-    r"(?P<name>(?i:" + _NAMES + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
-    r"(?:(?P<quote>\\?[\"'])(?!<\|)[^\s\"'\\]{8,}|(?=[^\s,;&]{0,99}\d)(?=[^\s,;&]{0,99}[A-Za-z])[^\s\"'\\,;&{}\[\]()<>]{8,})",
+
+
+def _values(names: str, tag: str, end: str = "") -> tuple[str, ...]:
+    """Return patterns of secrets that are known by the word before them.
+
+    Args:
+        names: Names of secrets.
+        tag: Quoted values that are none.
+        end: Where a value ends, besides at spaces and quotes.
+    """
+    return (
+        # Headers, parameters of an address, and values of at least eight characters as JSON, YAML and shells write them.
+        rf"(?P<header>\b(?i:bearer|basic)\s+){_NO_WORDS}[\w+/=.~\-]{{12,}}",
+        r"(?P<parameter>[?&;][\w\-]*(?i:key|token|secret|passw(?:or)?d|pwd|auth|sig|signature|credential)s?=)"
+        rf"(?:{end}[^\s&\"'<>])+",
+        r"(?P<name>(?i:" + names + r")s?\\?[\"']?\s{0,99}[:=]\s{0,99})"
+        rf"(?:(?P<quote>\\?[\"'])(?!{tag})(?:{end}[^\s\"'\\]){{8,}}|"
+        rf"(?=[^\s,;&]{{0,99}}\d)(?=[^\s,;&]{{0,99}}[A-Za-z])(?:{end}[^\s\"'\\,;&{{}}\[\]()<>]){{8,}})",
+    )
+
+
+_SECRET = re.compile("|".join((*_KEYS.values(), *_values(_NAMES, r"<\|"))), re.DOTALL)
+_IN_FILES = re.compile(
+    "|".join((
+        *(f"({form})" for form in _KEYS.values()),
+        *_values(_NAMES_IN_FILES, r"(?:<[^\"']{0,99}>|\[[^\"']{0,99}\]|\|[^\"']{0,99}\|)\\?[\"']", r"(?![#%\-]{0,2}\}|\{)"),
+    )),
+    re.DOTALL,
 )  # fmt: skip
-"""Secrets that are known by the word before them. In a template such a value may be a special token (``bos_token``)."""
-_KEY = re.compile("|".join(f"({form})" for form in _KEYS.values()), re.DOTALL)
-_SECRET = re.compile("|".join((*_KEYS.values(), *_VALUES)), re.DOTALL)
+"""Secrets in templates and processors' files: their values end at braces, so that a template stays one."""
+_AFTER_NAME = "a value after its name"
+"""Form of the secrets that are known by a header, a parameter or a name, in warnings."""
+_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _NAMED = re.compile(rf"(?![a-z]{{3,5}}_token$)[\w\-.]*(?:{_NAMES})s?", re.IGNORECASE)
 """Names of secrets; those of a tokenizer's special tokens (``eos_token``) are none."""
 
@@ -414,7 +441,7 @@ def check_special_tokens(tokenizer: Any) -> None:
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     for name, value in getattr(inner, "special_tokens_map", {}).items():
         own = name not in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES and isinstance(value, str)
-        if own and len(value) >= _SHORTEST_SECRET and not re.fullmatch(r"<.*>|\[.*\]|\|.*\|", value, re.DOTALL):
+        if own and len(value) >= _SHORTEST_SECRET and not _TAG.fullmatch(value):
             raise ValueError(
                 f"processing_class has the special token {name!a:.80}, whose text is no tag such as '<{name[:40]}>'. "
                 "transformers makes one of every argument of from_pretrained that ends in _token, and saves it with the "
@@ -559,27 +586,43 @@ def _rewrite_state(path: Path) -> None:
     write_json(path, {**numbers(content), "log_history": history, "stateful_callbacks": {}})
 
 
-def _without_keys(value: Any, forms: set[str]) -> Any:
-    """Copy JSON values with the keys in them masked, and add the names of their forms (:data:`_KEYS`)."""
+def _is_expression(text: str, place: int) -> bool:
+    """Return whether a place of a template is in code, and not in a string there."""
+    start = max(0, place - 10_000)  # or a long text takes hours
+    opened, closed = (max(text.rfind(one, start, place) for one in kind) for kind in (("{%", "{{"), ("%}", "}}", "{#")))
+    return opened > closed and not re.search("[\"']", _STRING.sub("", text[opened:place]))
+
+
+def _without_secrets(value: Any, forms: set[str], name: str = "") -> Any:
+    """Copy JSON values or a template with the secrets in them masked, and add the names of their forms (:data:`_KEYS`)."""
     if isinstance(value, str):
 
         def replaced(found: re.Match[str]) -> str:
-            forms.add(list(_KEYS)[(found.lastindex or 1) - 1])
+            if found.lastgroup is None:
+                forms.add(list(_KEYS)[(found.lastindex or 1) - 1])
+                return MASK
+            if found.lastgroup == "name" and _is_expression(value, found.end("name")):  # no quote follows
+                return found[0]
+            forms.add(_AFTER_NAME)
+            return "".join(found[group] or "" for group in ("header", "parameter", "name", "quote")) + MASK
+
+        named = _NAMED.fullmatch(name) and not re.search("tokens?$", name, re.IGNORECASE)
+        if named and len(value) >= _SHORTEST_SECRET and not re.search(r"\s", value) and not _TAG.fullmatch(value):
+            forms.add(_AFTER_NAME)
             return MASK
-
-        return _KEY.sub(replaced, value)
+        return _IN_FILES.sub(replaced, value)
     if isinstance(value, dict):
-        return {_without_keys(name, forms): _without_keys(one, forms) for name, one in value.items()}
-    return [_without_keys(one, forms) for one in value] if isinstance(value, list) else value
+        return {_without_secrets(key, forms): _without_secrets(one, forms, key) for key, one in value.items()}
+    return [_without_secrets(one, forms, name) for one in value] if isinstance(value, list) else value
 
 
-def _mask_keys(path: Path) -> None:
-    """Mask keys of known forms alone, since values by name are special tokens here, and a model needs the file as it is."""
+def _mask_secrets(path: Path) -> None:
+    """Mask secrets but no special tokens, since a model needs the file as it is."""
     forms: set[str] = set()
     if path.suffix == ".json":
-        content = _without_keys(read_json(path), forms)
+        content = _without_secrets(read_json(path), forms)
     else:
-        content = _without_keys(path.read_bytes().decode("utf-8"), forms)  # line ends too
+        content = _without_secrets(path.read_bytes().decode("utf-8"), forms)  # line ends too
     if not forms:
         return
     if path.suffix == ".json":
@@ -595,8 +638,8 @@ def _mask_keys(path: Path) -> None:
 
 
 _REWRITTEN: dict[str, Callable[[Path], None]] = {
-    "**/*.jinja": _mask_keys,
-    "**/*processor_config.json": _mask_keys,
+    "**/*.jinja": _mask_secrets,
+    "**/*processor_config.json": _mask_secrets,
     "trainer_state.json": _rewrite_state,
     POSITION: lambda path: write_json(path, {**read_json(path), "watch": {}, "tasks": {}}),
 }

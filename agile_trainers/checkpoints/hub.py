@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from socket import gaierror
+from ssl import SSLError
 from typing import Any
 
 from huggingface_hub import (
@@ -59,6 +62,8 @@ WAITS = (2.0, 10.0, 60.0)
 """Seconds of waiting before the second, third and fourth attempt of a push."""
 SILENCE_SECONDS = 300.0
 """Timeout for an answer of the Hub; the client of ``huggingface_hub`` has none."""
+_NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
+"""Errors of the network that have no class of their own. What fails on this machine fails again."""
 _NOT_PUSHED = (PRIVATE, "checkpoint-*", "rollouts/*", "*.bin")
 """Files of an ``output_dir`` that the command for later leaves out: checkpoints are large, the others may hold secrets."""
 
@@ -196,7 +201,8 @@ def _may_pass(error: BaseException) -> bool:
         return False
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code in (408, 429)
-    return isinstance(error, (HTTPError, OSError))
+    of_network = isinstance(error, OSError) and error.errno in _NETWORK
+    return of_network or isinstance(error, (HTTPError, ConnectionError, TimeoutError, gaierror, SSLError))
 
 
 def _reason(error: BaseException | None) -> str:
@@ -382,16 +388,30 @@ class HubPushes:
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
         """Collect the files to push: those of the model in ``folder``, or of the whole checkpoint under another path."""
         output_dir = Path(self._args.output_dir)
+        chosen = dict.fromkeys(matching(folder, self._patterns(path_in_repo)), folder)
+        if path_in_repo is None:
+            chosen |= dict.fromkeys(matching(output_dir, (CARD, CURVE)), output_dir)
+        return copy_public(chosen, output_dir)
+
+    def _patterns(self, path_in_repo: str | None) -> list[str]:
         processing = self._trainer.processing_class
         vocabulary = getattr(getattr(processing, "tokenizer", processing), "vocab_files_names", {}).values()
         patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
         if path_in_repo is not None:
             patterns += FURTHER_FILES
             patterns += [*STATE_FILES, CARD, CURVE]
-        chosen = dict.fromkeys(matching(folder, patterns), folder)
-        if path_in_repo is None:
-            chosen |= dict.fromkeys(matching(output_dir, (CARD, CURVE)), output_dir)
-        return copy_public(chosen, output_dir)
+        return patterns
+
+    def _replaced(self, folder: Path, path_in_repo: str | None) -> list[str] | None:
+        """Return patterns of what is deleted where a folder is pushed: an earlier run's files that may be read with it.
+
+        Files that a user added to a checkpoint stay. An adapter deletes nothing of the main folder, which may hold its base.
+        """
+        if path_in_repo is not None:
+            return [*self._patterns(path_in_repo), "rollout/*"]
+        if not any(folder.glob("model*.safetensors")):
+            return None
+        return ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"]
 
     def _uploader(
         self,
@@ -408,20 +428,8 @@ class HubPushes:
             commit_message=message,
             token=token or self._args.hub_token,
             revision=revision or self._args.hub_revision,
-            delete_patterns=_replaced(folder, path_in_repo),
+            delete_patterns=self._replaced(folder, path_in_repo),
         )
-
-
-def _replaced(folder: Path, path_in_repo: str | None) -> list[str] | None:
-    """Return patterns of what is deleted where a folder is pushed: files of an earlier run that a loader would read with it.
-
-    An adapter deletes nothing of the main folder, which may hold its base.
-    """
-    if path_in_repo is not None:
-        return ["*"]
-    if not any(folder.glob("model*.safetensors")):
-        return None
-    return ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"]
 
 
 def check_deepspeed(config: Mapping[str, Any], strategy: HubStrategy) -> None:

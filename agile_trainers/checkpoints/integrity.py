@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -148,6 +148,8 @@ _UNREAD = ("training_args.bin", "learning_curve.png")
 POSITION, _STATE_FILE = "rollout/position.json", "trainer_state.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
+_CONFIG, _ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of an adapter; of the two kinds of weights PEFT reads the first that is there."""
 _TAGS = ("latest", "latest_universal")
 """Files in which DeepSpeed reads the name of the subfolder to load."""
 
@@ -267,9 +269,7 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
                 f"SHA-256 {brief(expected.get('sha256'))}."
             )
     for name in present.keys() - listed.keys():
-        # Those of another run that was pushed to the same place: a resume would load its reference.
-        path = PurePosixPath(name)
-        if path.suffix != ".md" and (path.parts[0] in (REFERENCE, CRITIC) or path.name.startswith("adapter_")):
+        if is_loaded_unlisted(name, listed):
             raise CheckpointError(
                 f"{folder} holds {named(name)}, which {MARKER} does not list: it is no part of this checkpoint, but of "
                 "another run's, perhaps. Remove it."
@@ -281,6 +281,27 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
                 f"{folder / name} names the subfolder {brief(tag)}, expected global_step and a number. It is not followed: "
                 "the file was changed, or no run wrote it."
             )
+
+
+def is_loaded_unlisted(name: str, listed: Collection[str]) -> bool:
+    """Return whether a loader would read an unlisted file: of another run that was pushed to the same place, for example.
+
+    Args:
+        name: Its path, with ``/``.
+        listed: Files that the marker lists.
+    """
+    folder, _, file = name.rpartition("/")
+    if folder in (REFERENCE, CRITIC):
+        return file == _CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))
+    if folder:  # Trainer reads further adapters in all subfolders
+        return "/" not in folder and file in _ADAPTERS
+    if file in ("model.safetensors", "pytorch_model.bin"):  # read in place of shards, and by Trainer of an adapter
+        return "model.safetensors" not in listed and not {"model.safetensors.index.json", _ADAPTERS[0]}.isdisjoint(
+            listed
+        )
+    if file == _ADAPTERS[1]:
+        return _CONFIG in listed and _ADAPTERS[0] not in listed
+    return file in (_CONFIG, _ADAPTERS[0])
 
 
 def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ from agile_trainers.checkpoints.integrity import (
     OPTION,
     POSITION,
     check_complete,
+    is_loaded_unlisted,
     mark_complete,
     newest_complete,
 )
@@ -182,17 +183,41 @@ def test_a_signed_folder_to_which_something_was_added(checkpoint: Path, kind: st
 
 
 @pytest.mark.parametrize(
-    "name", ["ref/model.safetensors", "ref/adapter_config.json", "teacher/adapter_model.safetensors"]
+    "name",
+    [
+        "ref/model.safetensors",
+        "ref/adapter_config.json",
+        "critic/adapter_model.bin",
+        "teacher/adapter_model.safetensors",
+    ],
 )
 def test_an_adapter_that_the_marker_does_not_list_is_refused(checkpoint: Path, name: str) -> None:
     """On the Hub, those of an earlier run may lie beside a checkpoint. Other files may be added."""
-    (checkpoint / "ref").mkdir()
-    (checkpoint / "ref" / "README.md").write_text("")
-    (checkpoint / "notes.txt").write_text("")
+    others = ("ref/README.md", "ref/._adapter_config.json", "critic/notes.txt", "notes/adapter_plan.txt", "notes.txt")
+    for other in (*others, "adapter_model.bin", "merged/model.safetensors", "teacher/notes.txt"):
+        (checkpoint / other).parent.mkdir(exist_ok=True)
+        (checkpoint / other).write_text("")
     assert check_complete(checkpoint) == checkpoint
     write_json(checkpoint / name, {})
     with pytest.raises(CheckpointError, match=f"holds {name}, which {MARKER} does not list"):
         check_complete(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "is_loaded"),
+    [
+        ("model.safetensors", ["model.safetensors.index.json"], True),  # transformers reads it first
+        ("pytorch_model.bin", ["model.safetensors.index.json"], True),
+        ("model.safetensors", ["adapter_config.json", "adapter_model.safetensors"], True),  # Trainer reads it first
+        ("pytorch_model.bin", ["model.safetensors"], False),
+        ("model.safetensors", ["latest"], False),  # made of DeepSpeed's states
+        ("adapter_config.json", ["model.safetensors"], True),
+        ("adapter_model.bin", ["adapter_config.json"], True),
+        ("adapter_model.bin", ["model.safetensors"], False),
+    ],
+)
+def test_unlisted_weights_that_a_loader_prefers(name: str, listed: list[str], is_loaded: bool) -> None:
+    assert is_loaded_unlisted(name, listed) == is_loaded
 
 
 def test_the_hubs_cache_links_to_its_own_contents_only(checkpoint: Path, tmp_path: Path) -> None:

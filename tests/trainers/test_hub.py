@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import pickle
 from copy import copy
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from hub_push import TOKEN
 from hub_runs import SCRIPT, environment, run
 from hub_server import running_hub
 from huggingface_hub import close_session, get_session, set_client_factory
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
@@ -28,6 +29,7 @@ from agile_trainers.checkpoints.hub import (
     HubUnreachableError,
     limit_silence,
     reporting_unreachable,
+    retried,
 )
 from agile_trainers.checkpoints.integrity import check_complete
 from agile_trainers.checkpoints.model_card import RunCards, draw_curve, hyperparameters, model_card, panels
@@ -220,6 +222,18 @@ def test_a_pushed_checkpoint_has_no_file_of_another_run(hub, tmp_path):
     assert main == [adapter, adapter, whole, adapter | whole]
 
 
+def test_what_a_user_added_to_a_pushed_checkpoint_stays(hub, tmp_path):
+    names = ("my_eval.json", "notes/plan.md", "ref/notes.txt", "ref/model.safetensors", "rollout/old.pt")
+    hub.commit("tester/run", "mine", {f"last-checkpoint/{name}": b"" for name in names}, None)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "adapter_config.json").write_text("{}")
+    pushes = pushes_of(tmp_path)
+    pushes.push_checkpoint(tmp_path / "checkpoint-1")
+    pushes.wait()
+    kept = {name for name in hub.repositories["tester/run"][-1]["files"] if name.startswith("last-checkpoint/")}
+    assert kept == {f"last-checkpoint/{name}" for name in (*names[:3], "adapter_config.json")}
+
+
 def test_the_branch_is_made_where_pushes_begin(hub, tmp_path):
     def made(revision: str) -> Any:
         pushes = pushes_of(tmp_path, hub_revision=revision)
@@ -250,6 +264,30 @@ def test_the_last_push_is_tried_again(hub, tmp_path):
         pushes.push("refused", True, None, None)
     assert refused.value.__notes__ == [f"Nothing was pushed to tester/run. The model is in {tmp_path}."]
     assert not hub.fail["never"] and not list(tmp_path.glob(".push-*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (FileNotFoundError("gone"), 1),
+        (LocalTokenNotFoundError("no token"), 1),
+        (OSError(errno.ENOSPC, "full"), 1),
+        (OSError(errno.ENETUNREACH, "no network"), 4),
+        (TimeoutError("late"), 4),
+        (HTTPError("cut"), 4),
+    ],
+)
+def test_errors_of_this_machine_are_not_tried_again(monkeypatch, error, attempts):
+    tried = []
+
+    def upload() -> None:
+        tried.append(1)
+        raise error
+
+    monkeypatch.setattr("agile_trainers.checkpoints.hub.WAITS", (0.0, 0.0, 0.0))
+    with pytest.raises(type(error)):
+        retried("x", upload)
+    assert len(tried) == attempts
 
 
 def test_construction_works_offline(embedded_model, tmp_path):

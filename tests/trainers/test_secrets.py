@@ -9,12 +9,15 @@ import pickle
 import re
 import shutil
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+import trl
 from games import Chatter, make_trainer
 from transformers.trainer_utils import HubStrategy
 
@@ -266,7 +269,7 @@ def test_what_the_diagnosis_remembers_of_episodes_does_not_leave(tmp_path: Path)
 
 
 def test_special_tokens_of_templates_and_processors_are_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of known forms alone are masked there, and told; an untouched file has the same bytes."""
+    """Secrets are masked there, and told; an untouched file has the same bytes."""
     said: list[str] = []
     monkeypatch.setattr(
         "agile_trainers.checkpoints.disclosure.logger.warning", lambda text, *rest: said.append(text % rest)
@@ -288,6 +291,56 @@ def test_special_tokens_of_templates_and_processors_are_pushed(tmp_path: Path, m
     assert [re.findall(r"copy of (\S+) \(form: (.+?)\)", one) for one in said] == [
         [("chat_template.jinja", "hf_")], [("processor_config.json", "AWS")]
     ]  # fmt: skip
+    write_json(
+        tmp_path / "processor_config.json",
+        {**processor, "api_keys": ["9f8e7d6c5b4a"], "image_end_token": "image_end1", "end": {"password": "<hunter22"}},
+    )
+    disclose(tmp_path)
+    masked_now = {**processor, "api_keys": ["***"], "image_end_token": "image_end1", "end": {"password": "***"}}
+    assert read_json(tmp_path / "processor_config.json") == masked_now
+    assert "processor_config.json (form: a value after its name)" in said[-1]
+
+
+IN_TEMPLATES = {
+    "{# Authorization: Bearer Zx81kQpLm02ba7Tq99Xy #}": "{# Authorization: Bearer *** #}",
+    "{# https://x.net/c?sv=1&sig=aB3dEf9Hj2Kl0Mn7Pq#}": "{# https://x.net/c?sv=1&sig=***#}",
+    "{% set api_key = '9f8e7d6c5b4a' %}": "{% set api_key = '***' %}",
+    "{% set d = {'password': \"hunter2hunter2\"} %}": "{% set d = {'password': \"***\"} %}",
+    "{% set a = 1 %}AccountKey=abcdEFGH1234==; {{ a }}": "{% set a = 1 %}AccountKey=***; {{ a }}",
+    "{% set a = 'AccountKey=abcdEFGH1234==' %}": "{% set a = 'AccountKey=***' %}",
+    "{#password:hunter22aa#}": "{#password:***#}",
+}
+"""Secrets, masked so that a template stays one."""
+NO_SECRETS = (
+    "{% set auth = messages[0]['content'] %}", "{{ f('a', password=user2.password3) }}", "?api_key={{ key }}&sig={{sig}}",
+    "{%- set bos_token = '[BOS_TOKEN]' %}", "{%- set think_token = 'think_start1' %}", "{% set secret = '[SECRET_A]' %}",
+    "{{ tool_token='<tool_call>' }}", "{% set credential = '|credential|' %}", 'api_key: "{{messages[0]}}"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*IN_TEMPLATES, *NO_SECRETS])
+def test_secrets_of_templates_and_no_expressions(tmp_path: Path, text: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(text)
+    disclose(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == IN_TEMPLATES.get(text, text)
+
+
+def test_templates_of_others_stay(tmp_path: Path) -> None:
+    """Those that are installed with the libraries."""
+    found = [path for one in (transformers, trl) for path in Path(one.__file__).parent.rglob("*.jinja")]
+    for number, path in enumerate(found):
+        shutil.copy(path, tmp_path / f"{number}.jinja")
+    disclose(tmp_path)
+    assert found and all(
+        (tmp_path / f"{number}.jinja").read_bytes() == path.read_bytes() for number, path in enumerate(found)
+    )
+
+
+def test_a_long_template_is_masked_in_linear_time(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{%" + "'a' auth=x1234567 " * 10_000)
+    began = time.perf_counter()
+    disclose(tmp_path)
+    assert time.perf_counter() - began < 10
 
 
 def test_masks_by_the_name_of_an_entry() -> None:
