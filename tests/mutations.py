@@ -1985,12 +1985,21 @@ MUTATIONS = [
         "items = [stable_text(item, inside) for item in value]", "tests/trainers/test_resume.py -k moved_line",
     ),
     Mutation(
+        "numbers of a set are sorted as texts", "records/plain.py",
+        "if all(isinstance(item, (int, float)) for item in value):", "if False:",
+        "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
+        "a set in any object is another one in each process", "records/plain.py",
+        'else list(getattr(value, "__dict__", {}).values())', "else []", "tests/trainers/test_resume.py -k moved_line",
+    ),
+    Mutation(
         "a factory whose line moved is another one", "records/plain.py",
         "if isinstance(value, CodeType):", "if False:", "tests/trainers/test_resume.py -k moved_line",
     ),
     Mutation(
         "what holds a set is another one in each process", "records/plain.py",
-        "text = text.replace(repr(part), stable_text(part, inside))", "pass",
+        "text = text.replace(before, stable_text(shown[before], inside))", "pass",
         "tests/trainers/test_resume.py -k moved_line",
     ),
     Mutation(
@@ -2101,6 +2110,10 @@ MUTATIONS = [
     Mutation(
         "a chain compares numbers as texts", "cli/chain/command.py",
         "            return float(value)\n", "            return value\n", "tests/test_cli_chain.py -k however",
+    ),
+    Mutation(
+        "a chain compares texts as numbers", "cli/chain/command.py",
+        "isinstance(parsed, (int, float)) and not math.isnan(parsed)", "True", "tests/test_cli_chain.py -k however",
     ),
     Mutation(
         "a function is believed to take messages", "envs/context.py",

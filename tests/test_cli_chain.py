@@ -277,6 +277,13 @@ def test_a_number_is_the_same_however_it_is_written(pipeline: dict) -> None:
     for one in (1e-4, "1e-4"):
         with pytest.raises(chain.PipelineError, match=r"options:\n  learning_rate: 0\.001 -> 0\.0001\n"):
             chain._checked(parse_pipeline(change(copy.deepcopy(pipeline), "stages.0.learning_rate", one)))
+    for place in ("stages.0.run_name", "stages.1.evolve.options.run_name", "stages.1.evolve.options.hub_revision"):
+        text = change(copy.deepcopy(pipeline), place, "007")
+        finished(text)
+        assert chain._checked(parse_pipeline(change(copy.deepcopy(text), place, "007")))
+        with pytest.raises(chain.PipelineError, match=r"options:\n  .*: another value\n"):
+            chain._checked(parse_pipeline(change(text, place, "7")))
+    record(pipeline, "sft", states[0]), record(pipeline, "evolve", states[1])
     # As earlier versions recorded it.
     states[0]["made_of"]["learning_rate"] = withheld("learning_rate", "1e-3")
     record(pipeline, "sft", states[0])

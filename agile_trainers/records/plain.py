@@ -6,13 +6,14 @@ import functools
 import json
 import re
 import stat
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from agile_trainers.imports import pass_on_interrupt
@@ -27,6 +28,8 @@ _LONGEST_TEXT = 10_000
 """Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN = json.JSONEncoder(check_circular=False)
+"""Encodes what holds nothing but texts and numbers, in less time than with a check of circles, which raise anyway."""
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 
@@ -97,59 +100,95 @@ def stable_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
 
     One whose ``repr`` raises is told by its type.
     """
-    if isinstance(value, (dict, list, tuple)):
-        if id(value) in inside or len(inside) == _DEEPEST:
-            return f"<{type(value).__name__}: left out>"
-        inside = (*inside, id(value))
-        if isinstance(value, dict):
-            keys = [stable_json(key, inside) for key in dict.keys(value)]
-            items = [stable_json(item, inside) for item in dict.values(value)]
-            return {key if isinstance(key, str) else json.dumps(key): item for key, item in zip(keys, items)}
-        stored = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        return [stable_json(item, inside) for item in stored]
-    try:
+    if type(value) in (str, float) or (type(value) is int and value.bit_length() <= _MOST_BITS):
+        return value
+    if isinstance(value, (dict, list, tuple)) and (id(value) in inside or len(inside) == _DEEPEST):
+        return f"<{type(value).__name__}: left out>"
+    try:  # all at once: several times as fast as one by one
         return json.loads(json.dumps(value, default=stable_text))
     except BaseException as error:
         pass_on_interrupt(error)
         if isinstance(value, int):  # of thousands of digits
             return hex(value)
-        return f"<{type(value).__name__}: its repr raises {type(error).__name__}>"
+        if not isinstance(value, (dict, list, tuple)):
+            return f"<{type(value).__name__}: its repr raises {type(error).__name__}>"
+    inside = (*inside, id(value))
+    if isinstance(value, dict):
+        keys = [stable_json(key, inside) for key in dict.keys(value)]
+        items = [stable_json(item, inside) for item in dict.values(value)]
+        return {key if isinstance(key, str) else json.dumps(key): item for key, item in zip(keys, items)}
+    stored = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+    return [stable_json(item, inside) for item in stored]
 
 
 def stable_text(value: Any, inside: tuple[int, ...] = ()) -> str:
     """Return the ``repr`` of an object, equal in each process where the object is.
 
-    Sets are sorted, also inside of lists, dicts, data classes and partial functions. Code is told without file and line, an
-    object without its address, and an image by a hash.
+    Sets are sorted, also inside of whatever shows them, such as lists, data classes and partial functions. Code is told
+    without file and line, an object without its address, and an image by a hash.
     """
+    if _is_plain(value):
+        return _ADDRESS.sub("", repr(value))
     if id(value) in inside or len(inside) == _DEEPEST:
         return f"<{type(value).__name__}: left out>"
     inside = (*inside, id(value))
     if isinstance(value, CodeType):
         return f"code {stable_text([value.co_code, value.co_names, value.co_consts], inside)}"
+    shows: Any = type(value).__repr__
+    if shows is dict.__repr__:
+        pairs = [f"{stable_text(key, inside)}: {stable_text(item, inside)}" for key, item in dict.items(value)]
+        return f"{{{', '.join(pairs)}}}"
+    if shows is list.__repr__ or shows is tuple.__repr__:
+        items = [stable_text(item, inside) for item in value]
+        return f"[{', '.join(items)}]" if shows is list.__repr__ else f"({', '.join(items)}{',' * (len(items) == 1)})"
     text = repr(value)
-    if "{" not in text and not _ADDRESS.search(text):
-        return text
     if isinstance(value, (set, frozenset)) and "{" in text:
-        items = sorted(stable_text(item, inside) for item in value)
+        if all(isinstance(item, (int, float)) for item in value):  # the order that Python gives them in each process
+            items = [stable_text(item, inside) for item in set().union(sorted(value))]
+        else:
+            items = sorted(stable_text(item, inside) for item in value)
         return f"{text[: text.index('{')]}{{{', '.join(items)}{text[text.rindex('}') :]}"
-    # The longest first, which may show another.
-    for part in sorted(_parts(value), key=lambda part: -len(repr(part))):
-        text = text.replace(repr(part), stable_text(part, inside))
-    if _ADDRESS.search(text) and callable(getattr(value, "tobytes", None)) and not hasattr(value, "dtype"):
+    if "{" in text or _ADDRESS.search(text):
+        shown: dict[str, Any] = {}
+        for part in _parts(value, text):
+            with suppress(Exception):  # of a part that is not shown
+                shown |= {} if _is_plain(part) else {repr(part): part}
+        for before in sorted(shown, key=len, reverse=True):  # the longest first, which may show another
+            if before in text:
+                text = text.replace(before, stable_text(shown[before], inside))
+    if callable(getattr(value, "tobytes", None)) and not hasattr(value, "dtype") and _ADDRESS.search(text):
         return _of_bytes(value)
     return _ADDRESS.sub("", text)
 
 
-def _parts(value: Any) -> list[Any]:
-    """Return the objects that the ``repr`` of another shows."""
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
+def _is_plain(value: Any) -> bool:
+    """Return whether a value holds nothing but texts and numbers, so that its ``repr`` is the same in each process."""
+    if not isinstance(value, (dict, list, tuple)):
+        return value is None or isinstance(value, (str, int, float))
+    try:
+        _PLAIN.encode(value)
+    except BaseException as error:
+        pass_on_interrupt(error)
+        return False
+    return True
+
+
+def _parts(value: Any, text: str) -> list[Any]:
+    """Return the objects that the ``repr`` of another may show; of a collection its content as a whole, if it shows that."""
+    if getattr(getattr(value, "dtype", None), "hasobject", False):
+        return list(getattr(value, "flat", ()))  # which data frames lack
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    return [getattr(value, one.name, None) for one in fields(value)] if is_dataclass(value) else []
+    if isinstance(value, (dict, MappingProxyType)):
+        whole, parts = [dict(value), list(value.items())], [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, deque)):
+        whole, parts = [list(value)], list(value)
+    elif is_dataclass(value):
+        return [getattr(value, one.name, None) for one in fields(value)]
+    else:
+        shows: Any = type(value).__repr__
+        return [] if shows is object.__repr__ else list(getattr(value, "__dict__", {}).values())
+    return [one for one in whole if repr(one) in text] or parts
 
 
 def to_json(value: Any) -> str:

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -258,8 +259,10 @@ def test_environments_are_told_apart_by_their_arguments():
 
 
 _FACTORIES = """
-import functools
+import collections, functools, types
 from dataclasses import dataclass
+import numpy as np
+import pydantic
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.records.plain import stable_text
 
@@ -267,19 +270,32 @@ from agile_trainers.records.plain import stable_text
 class Options:
     words: set
 
+class Model(pydantic.BaseModel):
+    words: set[str]
+
 class Raises:
     def __repr__(self):
         raise RuntimeError
+
+class Shows:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+    def __repr__(self):
+        return f"Shows({self.words})"
 
 WORDS = {"apple", "fig", "pear", "plum"}
 loop = {}
 loop["loop"] = loop
 asks = functools.partial(print, WORDS)
-holds = {(0, 1): Options(WORDS), frozenset(WORDS): loop, b"x": [Raises(), 10**6000], "asks": asks}
+several = [Model(words=WORDS), types.SimpleNamespace(words=WORDS), collections.deque([WORDS]), {"a": (WORDS,), "b": [{}]},
+           collections.UserDict(a=WORDS), types.MappingProxyType({"a": WORDS}), np.array([WORDS, None]),
+           collections.OrderedDict(a=WORDS), collections.Counter([frozenset(WORDS)]), Shows(words=WORDS, other=Raises())]
+holds = {(0, 1): Options(WORDS), frozenset(WORDS): loop, b"x": [Raises(), 10**6000], "asks": asks, "several": several}
 make = lambda: (holds, [one for one in WORDS if one in {"apple", "fig", "pear"}])
 factory = (lambda held: lambda: held)(holds)
 told = [describe_environment(one) for one in (make, factory, functools.partial(print, holds, given=make.__code__))]
-print(told, stable_text(object()))
+print(told, stable_text(object()), stable_text(several))
 """
 
 
@@ -290,14 +306,18 @@ def test_descriptions_are_those_of_another_process_and_of_a_moved_line():
             [sys.executable, "-c", moved + _FACTORIES], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, text=True,
             capture_output=True,
         ).stdout)  # fmt: skip
-    assert told[0] == told[1] and told[0].count("code") >= 3
+    assert told[0] == told[1] and told[0].count("code") >= 3 and told[0].count("{'apple', 'fig', 'pear', 'plum'}") >= 10
     descriptions = [describe_environment(it)["environment_arguments"] for it in (
-        lambda: [n + 1 for n in "ab"], lambda: [n + 2 for n in "ab"], partial(Sized, {1, 2}), partial(Sized, {1, 3})
+        lambda: [n + 1 for n in "ab"], lambda: [n + 2 for n in "ab"], partial(Sized, {1, 2, 10}), partial(Sized, {-1, 0, 1}),
+        partial(Sized, {10, 2}), partial(Sized, {2, 10}),
     )]  # fmt: skip
-    assert descriptions[0] != descriptions[1] and descriptions[2:] == [{"0": "{1, 2}"}, {"0": "{1, 3}"}]
-    held = partial(Sized, {"a": (1, None, 2.5), None: b"x", 3: {"x"}})
+    assert descriptions[0] != descriptions[1] and [one["0"] for one in descriptions[2:]] == [
+        "{1, 2, 10}", str({-1, 0, 1}), "{2, 10}", "{2, 10}",
+    ], "numbers as in earlier checkpoints"  # fmt: skip
+    rows = SimpleNamespace(rows=[{"n": n, "of": (n,)} for n in range(2)], level=1.5)
+    held = partial(Sized, {"a": (1, None, 2.5), None: b"x", 3: {"x"}, "b": rows})
     assert describe_environment(held)["environment_arguments"] == {
-        "0": {"a": [1, None, 2.5], "null": "b'x'", "3": "{'x'}"}
+        "0": {"a": [1, None, 2.5], "null": "b'x'", "3": "{'x'}", "b": repr(rows)}
     }, "as in earlier checkpoints"  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from accelerate import PartialState
@@ -184,22 +183,35 @@ def made_of(pipeline: Pipeline, stage: Stage, *, written: bool = False) -> dict[
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
     options = {name: value for name, value in stage.options.items() if name not in _NO_EFFECT}
     if not written:
-        options = {name: _number(value, getattr(stage.config, name, None)) for name, value in options.items()}
+        options = _number(options, _parsed(stage))
     made = _flat({**shared, **own, **options})
     made.pop(_HOURS, None)  # may be raised
     return made
 
 
-def _number(value: Any, parsed: Any = None) -> Any:
+def _parsed(stage: Stage) -> dict[str, Any]:
+    """Return what the options of a stage were parsed as."""
+    parsed = {name: getattr(stage.config, name, None) for name in stage.options}
+    if (plan := stage.population) is not None:
+        strategy = plan.search["strategy"]
+        parsed[EVOLVE] = {
+            **plan.search, "strategy": {getattr(strategy, "name", None): strategy}, "options": plan.config,
+            "hyperparameters": plan.hyperparameters,
+        }  # fmt: skip
+    return parsed
+
+
+def _number(value: Any, parsed: Any) -> Any:
     """Return the number that a text stands for, such as ``1e-3``, if it was parsed as one; other values as they are.
 
     Args:
-        value: An option of the file, or the settings of a population.
-        parsed: Its value in the configuration; None for the settings of a population, which it does not have.
+        value: Options of the file, or one of them.
+        parsed: A mapping or an object with their parsed values, or the parsed value.
     """
-    if isinstance(value, dict) and parsed is None:
-        return {name: _number(one) for name, one in value.items()}
-    if isinstance(value, str) and isinstance(parsed, (int, float, NoneType)):
+    if isinstance(value, dict):
+        known = parsed if isinstance(parsed, Mapping) else getattr(parsed, "__dict__", {})
+        return {name: _number(one, known.get(name)) for name, one in value.items()}
+    if isinstance(value, str) and isinstance(parsed, (int, float)) and not math.isnan(parsed):  # which equals no other
         with suppress(ValueError):
             return float(value)
     return value
