@@ -327,7 +327,9 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
     source, args, peft_config = arguments["model"], arguments["args"], arguments["peft_config"]
     quantization, init = arguments["quantization_config"], dict(args.model_init_kwargs or {})
     # TRL's own configuration, without an environment, has none of these options.
-    merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
+    merge, keep, moves = (
+        getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference", "reference_adapter")
+    )
     saved = find_adapters(source, init.pop("revision", None)) if isinstance(source, str) else None
     base = None
     if isinstance(source, OnBase):
@@ -342,8 +344,11 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
             f"{source!r}. Leave it unset; the reference is then the loaded policy."
         )
-    needs_reference = args.beta != 0.0 or args.reference_adapter
-    if needs_reference and isinstance(source, PeftModel) and {POLICY, REFERENCE} <= source.peft_config.keys():
+    if (
+        (moves or args.beta != 0.0)
+        and isinstance(source, PeftModel)
+        and {POLICY, REFERENCE} <= source.peft_config.keys()
+    ):
         logger.warning(
             "The model holds an adapter %r, such as DPO and an earlier run leave. It is removed: the reference of this run "
             "is the policy as it is now. An earlier trainer of this model has its reference no longer.",
