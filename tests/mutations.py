@@ -2923,7 +2923,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a weight that is stored in another order is taken for another", "sampling/vllm_checks.py",
-        "return all(_sum_of_bits(own) != _sum_of_bits(one) for one in _roundings(stored[:], own.dtype))", "return True",
+        "return _sum_of_bits(own) not in map(_sum_of_bits, _roundings(stored[:], own.dtype))", "return True",
         "tests/trainers/test_vllm_options.py -k cannot_be_compared",
     ),
     Mutation(
@@ -3467,7 +3467,7 @@ MUTATIONS = [
     ),
     Mutation(
         "notes beside a reference make a checkpoint unusable", "checkpoints/integrity.py",
-        'return file == _CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))', "return True",
+        'return file == CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))', "return True",
         "tests/adapters/test_strangers.py -k does_not_list",
     ),
     Mutation(

@@ -20,6 +20,8 @@ from agile_trainers.records.plain import json_bytes, replacing
 
 WITHHELD = re.compile(r"<(\w+), withheld(?:: ([0-9a-f]{8})-([0-9a-f]{32}))?>")
 """Text in place of a value that does not leave the machine, whatever its form: type, name of the key, digest."""
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+"""Files of an adapter; of the two kinds of weights PEFT reads the first that is there."""
 _LONGEST, _MOST = 10_000, 2**53
 """Characters of a name, and the largest count, beyond which no run wrote it."""
 

@@ -22,7 +22,7 @@ from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic, keep_critic
-from agile_trainers.adapters.folders import RECORD, check_no_links, read_record
+from agile_trainers.adapters.folders import CONFIG, PICKLE, RECORD, WEIGHTS, check_no_links, read_record
 from agile_trainers.adapters.lora_settings import (
     REPEATABLE,
     changes_base,
@@ -39,7 +39,6 @@ from agile_trainers.imports import find_model_folder, nearest_folder
 
 logger = logging.get_logger(__name__)
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEAD = "model.safetensors"
 """File of AgileRL's value head, beside its adapters."""
 _MOST_LAYERS = 1000

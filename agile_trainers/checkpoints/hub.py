@@ -42,6 +42,7 @@ from tenacity import (
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
+from agile_trainers.adapters.folders import CONFIG, WEIGHTS
 from agile_trainers.checkpoints.disclosure import (
     CARD,
     CURVE,
@@ -411,7 +412,7 @@ class HubPushes:
             return [*self._patterns(path_in_repo), "rollout/*"]
         if not any(folder.glob("model*.safetensors")):
             return None
-        return ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"]
+        return [CONFIG, WEIGHTS, "model.safetensors", "model.safetensors.index.json"]
 
     def _uploader(
         self,

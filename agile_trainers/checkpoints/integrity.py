@@ -19,9 +19,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from agile_trainers.adapters.folders import (
+    CONFIG,
+    PICKLE,
     POSITION_FORM,
     RECORD,
     STATE_FORM,
+    WEIGHTS,
     CheckpointError,
     brief,
     check_index,
@@ -148,8 +151,6 @@ _UNREAD = ("training_args.bin", "learning_curve.png")
 POSITION, _STATE_FILE = "rollout/position.json", "trainer_state.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
-_CONFIG, _ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-"""Files of an adapter; of the two kinds of weights PEFT reads the first that is there."""
 _TAGS = ("latest", "latest_universal")
 """Files in which DeepSpeed reads the name of the subfolder to load."""
 
@@ -292,16 +293,14 @@ def is_loaded_unlisted(name: str, listed: Collection[str]) -> bool:
     """
     folder, _, file = name.rpartition("/")
     if folder in (REFERENCE, CRITIC):
-        return file == _CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))
+        return file == CONFIG or (not file.startswith(".") and file.endswith((".safetensors", ".bin")))
     if folder:  # Trainer reads further adapters in all subfolders
-        return "/" not in folder and file in _ADAPTERS
+        return "/" not in folder and file in (WEIGHTS, PICKLE)
     if file in ("model.safetensors", "pytorch_model.bin"):  # read in place of shards, and by Trainer of an adapter
-        return "model.safetensors" not in listed and not {"model.safetensors.index.json", _ADAPTERS[0]}.isdisjoint(
-            listed
-        )
-    if file == _ADAPTERS[1]:
-        return _CONFIG in listed and _ADAPTERS[0] not in listed
-    return file in (_CONFIG, _ADAPTERS[0])
+        return "model.safetensors" not in listed and ("model.safetensors.index.json" in listed or WEIGHTS in listed)
+    if file == PICKLE:
+        return CONFIG in listed and WEIGHTS not in listed
+    return file in (CONFIG, WEIGHTS)
 
 
 def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.launcher.api import LaunchConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
@@ -179,6 +178,8 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
+    from torch.distributed.launcher.api import LaunchConfig
+
     ours, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     done = threading.Event()

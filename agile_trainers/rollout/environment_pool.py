@@ -36,7 +36,7 @@ SILENT_SECONDS = 60.0
 """Seconds after which a call that has not answered is named, if no timeout is set."""
 
 _LAST_SECONDS = 1.0
-"""Seconds that an instance that is closed inline has when those of all are over."""
+"""Seconds for closing each instance after one that has not answered."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]

@@ -87,13 +87,14 @@ def check_base_unchanged(model: torch.nn.Module) -> None:
     base = base_model(model)
     if quantization_name(base) is not None:
         return
-    own = {_stored_name(name): weight for name, weight in base.named_parameters() if _is_whole(weight)}
+    own = {name.replace(".base_layer.", "."): weight for name, weight in base.named_parameters() if _is_whole(weight)}
     embedding = base.get_input_embeddings().weight
     for file in _weight_files(base.config):
         with safe_open(file, framework="pt") as stored:
             for name in sorted(own.keys() & set(stored.keys())):
-                resized = own[name] is embedding and list(embedding.shape) != stored.get_slice(name).get_shape()
-                if resized or _differs(own[name].detach(), stored.get_slice(name)):
+                there = stored.get_slice(name)
+                resized = own[name] is embedding and list(embedding.shape) != there.get_shape()
+                if resized or _differs(own[name].detach(), there):
                     raise ValueError(
                         f"vLLM loads the base from the files that the model names ({base.config._name_or_path!r}), and the "
                         f"model that was passed holds other weights ({name}): it would sample from another policy. Save the "
@@ -118,11 +119,6 @@ def _weight_files(config: Any) -> list[Path]:
     return [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
 
 
-def _stored_name(name: str) -> str:
-    """Return the name of a weight without what PEFT's layers add."""
-    return name.replace(".base_layer.", ".")
-
-
 def _is_whole(weight: torch.Tensor) -> bool:
     """Return whether this process holds all of a weight, and it is no single number."""
     elsewhere = weight.is_meta or isinstance(weight, DTensor) or hasattr(weight, "ds_id")
@@ -137,7 +133,7 @@ def _differs(own: torch.Tensor, stored: Any) -> bool:
     if any(torch.equal(own[:rows].cpu(), one) for one in _roundings(stored[:rows], own.dtype)):
         return False
     # Some models store the same numbers permuted.
-    return all(_sum_of_bits(own) != _sum_of_bits(one) for one in _roundings(stored[:], own.dtype))
+    return _sum_of_bits(own) not in map(_sum_of_bits, _roundings(stored[:], own.dtype))
 
 
 def _roundings(stored: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:

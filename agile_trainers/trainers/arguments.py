@@ -20,8 +20,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
+from agile_trainers.adapters.folders import CONFIG
 from agile_trainers.adapters.loading import (
-    CONFIG,
     OnBase,
     SavedAdapters,
     check_model,
@@ -327,7 +327,7 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
     source, args, peft_config = arguments["model"], arguments["args"], arguments["peft_config"]
     quantization, init = arguments["quantization_config"], dict(args.model_init_kwargs or {})
     # TRL's own configuration, without an environment, has none of these options.
-    merge, keep, moves = (
+    merge, keep, added = (
         getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference", "reference_adapter")
     )
     saved = find_adapters(source, init.pop("revision", None)) if isinstance(source, str) else None
@@ -345,7 +345,7 @@ def load_adapter(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SavedAda
             f"{source!r}. Leave it unset; the reference is then the loaded policy."
         )
     if (
-        (moves or args.beta != 0.0)
+        (added or args.beta != 0.0)
         and isinstance(source, PeftModel)
         and {POLICY, REFERENCE} <= source.peft_config.keys()
     ):

@@ -273,9 +273,8 @@ def main(argv: Sequence[str]) -> None:
         redirect_stdout(sys.stderr) if options.json else nullcontext(),
     ):  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
-        if (
-            panel is not None and not errors
-        ):  # again: what is kept by the process, or on a server, may have changed while it played
+        # Again: what is kept by the process, or on a server, may have changed while it played.
+        if panel is not None and not errors:
             check_starts(panel, tasks[0].factory, tasks[0].rows)
     if main_process:
         _report(options, sampling, reports, run, console, None if errors else panel, errors)
