@@ -19,15 +19,8 @@ COMMANDS = {
 }
 """Command to its summary."""
 OWN_MODULES = {
-    "demo": "demo",
-    "chain": "chain.command",
-    "evolve": "evolve.command",
-    "check": "check.command",
-    "eval": "eval.command",
-    "panel": "eval.panel",
-    "view": "view",
-    "play": "play",
-    "envs": "environments",
-    "env": "machine",
+    **{name: f"{name}.command" for name in ("chain", "evolve", "check", "eval")},
+    **{name: name for name in ("demo", "view", "play")},
+    **{"panel": "eval.panel", "envs": "environments", "env": "machine"},
 }
 """Command to its module below ``agile_trainers.cli``; ``agile_trainers.cli.train`` runs the others."""

@@ -100,12 +100,8 @@ def mistakes_of_options(parser: argparse.ArgumentParser, *kinds: type[Exception]
 
 def is_mistake(error: BaseException) -> bool:
     """Return whether an error is a user's mistake: one of ``MISTAKES`` before training, or a full disk at any time."""
-    return is_disk_full(error) or (isinstance(error, MISTAKES) and not Progress.training)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error is the operating system's error of a full disk or quota."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or (isinstance(error, MISTAKES) and not Progress.training)
 
 
 def message(error: BaseException) -> str:

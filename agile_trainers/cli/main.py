@@ -17,19 +17,13 @@ from agile_trainers.trainers.registry import algorithm_names
 def usage() -> str:
     """Return the text of ``agile-trainers --help``."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: agile-trainers <command> [options]",
-            "",
-            "Multi-turn reinforcement learning for language models, on top of TRL.",
-            "",
-            *lines,
-            "",
-            "module.path:Class in place of an algorithm trains by one of your own, also in `chain` and `check`.",
-            "`agile-trainers <command> --help` lists the options of a command.",
-            "--debug shows the traceback of an error.",
-        ]
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: agile-trainers <command> [options]\n\n"
+        f"Multi-turn reinforcement learning for language models, on top of TRL.\n\n{commands}\n\n"
+        "module.path:Class in place of an algorithm trains by one of your own, also in `chain` and `check`.\n"
+        "`agile-trainers <command> --help` lists the options of a command.\n"
+        "--debug shows the traceback of an error."
     )
 
 

@@ -84,7 +84,9 @@ class Parser(TrlParser):
         Raises:
             YAMLFileError: If the file cannot be used.
         """
-        options = [part for option in args for part in _split(option)]
+        options = list[str]()
+        for option in args:
+            options += option.split("=", 1) if option.startswith("--config=") else [option]
         for index, option in enumerate(options):
             if option == "--config":
                 if index + 1 == len(options) or options[index + 1].startswith("--"):
@@ -190,25 +192,6 @@ def _own_fields(kind: type) -> list[str]:
     """Return the fields that this package or the user's algorithm declares, not TRL or transformers."""
     ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("trl", "transformers")]
     return [name for base in ours for name in inspect.get_annotations(base)]
-
-
-def _split(option: str) -> list[str]:
-    return ["--config", option.partition("=")[2]] if option.startswith("--config=") else [option]
-
-
-def environment_arguments(text: str) -> Any:
-    """Read ``environment_args``, given as text.
-
-    Raises:
-        ValueError: If it is not JSON.
-    """
-    try:
-        return from_json(text, written=True)
-    except ValueError as error:
-        raise ValueError(
-            f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got {len(text)} characters that are '
-            f"none: {error}."
-        ) from error
 
 
 def named_dataset(option: str, name: str, config: str | None, *, streaming: bool = False) -> Any:

@@ -22,7 +22,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers.adapters.loading import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, mistakes_of_options, take_debug
-from agile_trainers.cli.parser import Parser, check_output, environment_arguments, named_dataset
+from agile_trainers.cli.parser import Parser, check_output, named_dataset
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.other_names import OTHER_NAMES
@@ -59,21 +59,27 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
         if self.progress not in PROGRESS:
             raise ValueError(f"progress must be 'table', 'wide' or 'dicts', got {self.progress!r}.")
         if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
-            try:
-                self.environment = from_json(self.environment, written=True)
-            except ValueError as error:
-                raise ValueError(
-                    "environment must be an id, or a JSON object of ids by name such as "
-                    f'\'{{"guess": "agile:guess_number"}}\', got {cut(repr(self.environment))}: {error}.'
-                ) from error
+            expected = (
+                'environment must be an id, or a JSON object of ids by name such as \'{"guess": "agile:guess_number"}\''
+            )
+            self.environment = _parsed(self.environment, expected, cut(repr(self.environment)))
         if isinstance(self.environment_args, str):
-            self.environment_args = environment_arguments(self.environment_args)
+            expected = 'environment_args must be a JSON object such as \'{"level": "easy"}\''
+            got = f"{len(self.environment_args)} characters that are none"  # there may be secrets among them
+            self.environment_args = _parsed(self.environment_args, expected, got)
         if self.environment_args is not None and not isinstance(self.environment_args, dict):
             raise ValueError(
                 f"environment_args must be a mapping of names to values, got a {type(self.environment_args).__name__}."
             )
         if self.environment_args and self.environment is None:
             raise ValueError("environment_args has no effect without environment; set environment too.")
+
+
+def _parsed(text: str, expected: str, got: str) -> Any:
+    try:
+        return from_json(text, written=True)
+    except ValueError as error:
+        raise ValueError(f"{expected}, got {got}: {error}.") from error
 
 
 class OptionsOnly(Parser):

@@ -63,12 +63,9 @@ def check_rules(args: Any, rules: Iterable[Rule]) -> None:
             if rule.when_set and value == default_of(args.__dataclass_fields__[name]):
                 continue
             if not rule.allows(args, value):
-                message = rule.message
-                raise ValueError(
-                    message.format(name=name, value=value, args=args)
-                    if isinstance(message, str)
-                    else message(args, name, value)
-                )
+                tell = rule.message
+                told = tell(args, name, value) if callable(tell) else tell.format(name=name, value=value, args=args)
+                raise ValueError(told)
 
 
 _NUMBERS: dict[Any, type] = {int: Integral, float: Real, int | None: Integral, float | None: Real}
@@ -823,15 +820,12 @@ def _only_in_train(what: str, does: str, *options: str) -> Rule:
 
 BY_HAND: tuple[Rule, ...] = (
     _only_in_train(
-        "chooses the groups that train() plays",
-        "chooses",
-        "task_sampling",
-        "task_column",
-        "resample_zero_advantage_groups",
+        "chooses the groups that train() plays", "chooses",
+        "task_sampling", "task_column", "resample_zero_advantage_groups",
     ),
     _only_in_train("take places in the groups that train() plays", "plays", "demonstrations", "replay_successes"),
     _only_in_train("lets train() play batches before their update", "plays", "batches_ahead"),
-)
+)  # fmt: skip
 """Rules for a run of ``rollout()`` and ``update()``."""
 
 # ------------------------------------------------------------------------------------- limits, several environments

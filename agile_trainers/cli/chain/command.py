@@ -448,20 +448,22 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
             **{"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})},
         )
         tokenizer, lora, args.model_init_kwargs = load_tokenizer(saved, args.trust_remote_code), None, None
+    whole = _Whole(stage, model)
     trainer = (_SFT if stage.algorithm == "sft" else _DPO)(
         model=policy,
         args=args,
         train_dataset=supervised_rows(stage, pipeline.model),
         processing_class=tokenizer,
         peft_config=lora,
-        callbacks=[_Whole(stage, model)],
+        callbacks=[whole],
     )
     check_special_tokens(trainer.processing_class)
     if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
         copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
     if trainer.args.push_to_hub:
         # `Trainer` would push the whole folder, the chain's files too.
-        trainer.add_callback(_Pushes(HubPushes(trainer)))
+        whole.hub = HubPushes(trainer)
+        whole.hub.check()
         trainer.args.push_to_hub = False
     return trainer
 
@@ -510,20 +512,6 @@ class _DPO(_WithoutPickle, DPOTrainer):
     pass
 
 
-class _Pushes(TrainerCallback):
-    """Pushes the checkpoints of TRL's trainers, as the other trainers push theirs."""
-
-    def __init__(self, hub: HubPushes) -> None:
-        self._hub = hub
-        hub.check()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hub.push_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hub.wait()
-
-
 class _Resumed(TrainerCallback):
     """Restores the policy of a checkpoint, which `Trainer` before transformers 5.23 passes over where other adapters are in
     subfolders of it."""
@@ -538,7 +526,10 @@ class _Resumed(TrainerCallback):
 
 
 class _Whole(TrainerCallback):
-    """Completes the checkpoints of TRL's trainers: record, model card, and the mark that they are whole."""
+    """Completes the checkpoints of TRL's trainers (record, model card, the mark that they are whole), and pushes them."""
+
+    hub: HubPushes | None = None
+    """Pushes them, as the other trainers push theirs; None: they are not pushed."""
 
     def __init__(self, stage: Stage, model: str) -> None:
         self._stage, self._model = stage, model
@@ -549,6 +540,12 @@ class _Whole(TrainerCallback):
         if args.should_save:
             _complete(folder, self._stage, self._model, kwargs["model"], args, state)
             mark_complete(folder)
+        if self.hub is not None:
+            self.hub.push_checkpoint(folder)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.hub is not None:
+            self.hub.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -597,16 +594,9 @@ def evaluate_stage(pipeline: Pipeline, model: str, folder: Path, of: dict[str, A
 
 def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: EpisodeResults) -> None:
     """Write the episodes of an evaluation to ``folder/evaluation/rollouts``."""
-    run = [new_run_id("evaluation")]
-    broadcast_object_list(run)
-    described = describe_environment(pipeline.environment)["environment"]
-    info = {
-        "kind": "evaluation",
-        "run": run[0],
-        "model": model,
-        "environment": described,
-        "seed": pipeline.evaluation.seed,
-    }
+    (run,) = broadcast_object_list([new_run_id("evaluation")])
+    environment, seed = describe_environment(pipeline.environment)["environment"], pipeline.evaluation.seed
+    info = {"kind": "evaluation", "run": run, "model": model, "environment": environment, "seed": seed}
     writer = RecordWriter(folder / "evaluation", info, rank=PartialState().process_index)
     writer.write_images(results.trajectories)
     writer.write_eval(0, "eval", (episode_row(one, index=n) for n, one in zip(results.places, results.trajectories)))

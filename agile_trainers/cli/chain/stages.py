@@ -141,14 +141,13 @@ def parse_pipeline(content: Any) -> Pipeline:
     twice = [name for name in names if folded.count(name.casefold()) > 1]
     if twice:
         raise YAMLFileError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; change the `name` of one.")
-    evaluation = _evaluation(content.get("evaluation"), shared, stages)
+    evaluation = _evaluation(content.get("evaluation"), shared, stages, names_of(environment))
     return Pipeline(
         output,
         str(content["model"]),
         environment,
         stages,
-        _check_evaluation(evaluation, names_of(environment)),
-        evaluation,
+        *evaluation,
         lora,
         {name: content.get(name) for name in ("model", "environment", "environment_args", "lora")},
     )
@@ -202,16 +201,8 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
             made.with_environment(environments)
         if dataset is None and made.max_steps <= 0:
             raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
-    return Stage(
-        name,
-        algorithm,
-        options,
-        made,
-        dataset,
-        arguments,
-        read_lora(raw.get("lora"), f"{where}, `lora`"),
-        bool(raw.get("merge_lora_configs")),
-    )
+    lora, merges = read_lora(raw.get("lora"), f"{where}, `lora`"), bool(raw.get("merge_lora_configs"))
+    return Stage(name, algorithm, options, made, dataset, arguments, lora, merges)
 
 
 def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
@@ -231,28 +222,25 @@ def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
         before = None if merges else stage.lora or before or lora
 
 
-def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
-    """Return the options of every evaluation."""
-    given = mapping(raw, {*_PLAYED, "seed"}, "`evaluation`")
-    played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
-    options = {name: value for name, value in shared.items() if name in (*_PLAYED, *_LOADED, *_SHARED)}
-    return options | {name: played[name] for name in (*_PLAYED, *_LOADED) if name in played} | given
-
-
-def _check_evaluation(given: dict[str, Any], environments: list[str] | None) -> Any:
-    """Return the options of every evaluation, if they can be played by.
+def _evaluation(
+    raw: Any, shared: dict[str, Any], stages: list[Stage], environments: list[str] | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the settings of every evaluation, if they can be played by, and the options that they are made of.
 
     Raises:
         YAMLFileError: If one of them is out of range, or names another environment.
     """
-    place = "`evaluation`"
-    options = make_config(MultiTurnGRPOConfig, given, Path("evaluation"), place)
-    with naming_place(place):
-        sampling_settings(options)
-        episodes = EpisodeOptions.of_args(options)
+    given = mapping(raw, {*_PLAYED, "seed"}, "`evaluation`")
+    played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
+    options = {name: value for name, value in shared.items() if name in (*_PLAYED, *_LOADED, *_SHARED)}
+    options |= {name: played[name] for name in (*_PLAYED, *_LOADED) if name in played} | given
+    made = make_config(MultiTurnGRPOConfig, options, Path("evaluation"), "`evaluation`")
+    with naming_place("`evaluation`"):
+        sampling_settings(made)
+        episodes = EpisodeOptions.of_args(made)
         check_names("environment_limits", episodes.environment_limits, environments or [])
         episodes.histories(environments or [None])
-    return options
+    return made, options
 
 
 logger = logging.get_logger(__name__)

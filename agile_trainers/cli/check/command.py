@@ -203,7 +203,6 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             run = Run(
                 environment=str(name or script.environment),
                 factory=factory,
-                algorithm=algorithm,
                 args=args.for_environment(name),
                 model=model,
                 config=config,

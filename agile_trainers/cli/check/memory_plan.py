@@ -378,13 +378,8 @@ def _rollout(plan: MemoryPlan, step: Step, weights: int) -> list[MemoryItem]:
     if plan.engine is not None:
         needed = serving(plan, step)
         if plan.engine.share is None:
-            return [
-                MemoryItem(
-                    "vLLM",
-                    needed.weights + needed.episode,
-                    "weights and the cache of one episode, at least; --gpu_memory says more",
-                )
-            ]
+            least = "weights and the cache of one episode, at least; --gpu_memory says more"
+            return [MemoryItem("vLLM", needed.weights + needed.episode, least)]
         return [MemoryItem("vLLM", plan.engine.share, "vllm_gpu_memory_utilization of the GPU: weights and cache")]
     caches = [f"{columns:,} tokens x {step.keys:,} bytes"] if step.keys or not step.windowed else []
     windows = sum(size * min(columns, window) for size, window in step.windowed)

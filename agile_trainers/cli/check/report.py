@@ -34,7 +34,6 @@ class Run:
 
     environment: str
     factory: EnvironmentFactory
-    algorithm: str
     args: MultiTurnConfig
     model: ModelConfig
     config: PretrainedConfig

@@ -224,7 +224,8 @@ def main(argv: Sequence[str]) -> None:
     parser = make_parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse(parser, unknown[0])
+        known = [name for action in parser._actions for name in action.option_strings]
+        parser.error(f"there is no option {unknown[0]}{nearest(unknown[0].split('=')[0], known, count=1)}")
     if options.compare is not None:
         _take_only(
             parser,
@@ -294,12 +295,6 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     for name in _ENGINE:
         if getattr(options, name) is not None and not options.use_vllm:
             parser.error(f"--{name} has no effect without --use_vllm.")
-
-
-def _refuse(parser: argparse.ArgumentParser, unknown: str) -> None:
-    """End the command because of an argument that it does not know."""
-    known = [name for action in parser._actions for name in action.option_strings]
-    parser.error(f"there is no option {unknown}{nearest(unknown.split('=')[0], known, count=1)}")
 
 
 def _report(
