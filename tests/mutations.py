@@ -3712,8 +3712,12 @@ MUTATIONS = [
         "tuple(failed if value is None", "tuple(max(known) if value is None", SELECTION,
     ),
     Mutation(
+        "a count in a file of a search is below zero", "adapters/folders.py",
+        "{int: Count, float: NUMBER,", "{int: NUMBER, float: NUMBER,", "tests/adapters/test_hostile_folders.py -k lineage",
+    ),
+    Mutation(
         "the winner is replayed on the episodes that chose it", "populations/members.py",
-        "evaluate_trainer(trainer, evaluation, HELD_OUT, ", "evaluate_trainer(trainer, evaluation, ",
+        "self._evaluate(trainer, evaluation, HELD_OUT)", "self._evaluate(trainer, evaluation)",
         POPULATION + " -k winner_is_the_best",
     ),
     Mutation(

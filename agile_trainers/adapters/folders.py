@@ -9,9 +9,10 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from safetensors import SafetensorError
 from transformers import TrainerState
@@ -43,6 +44,30 @@ class Fields:
     required: tuple[str, ...] = ()
     only: bool = False
     """True if there may be no other names, as they become arguments."""
+
+
+def form_of(kind: Any) -> Fields:
+    """Return the form of a dataclass that was written as JSON: its fields alone, those without a default required.
+
+    Args:
+        kind: The class. An integer is a :class:`Count`, a literal a :class:`Name`, a tuple a list.
+    """
+    hints = {name: _form(hint) for name, hint in get_type_hints(kind).items()}
+    required = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+    return Fields({one.name: hints[one.name] for one in fields(kind)}, tuple(required), only=True)
+
+
+def _form(hint: Any) -> Any:
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (list, tuple):
+        return [_form(inside[0])]
+    if kind is dict:
+        return {str: _form(inside[1])}
+    if kind is UnionType:
+        return tuple(map(_form, inside))
+    if kind is Literal:
+        return Name
+    return form_of(hint) if is_dataclass(hint) else {int: Count, float: NUMBER, NoneType: None}.get(hint, hint)
 
 
 @dataclass(frozen=True)

@@ -184,23 +184,11 @@ class HealthChecks:
     """
 
     def __init__(self, options: Any, measurements: PolicyMeasurements, *, speaks: bool) -> None:
-        self._diagnosis, self._measurements, self._speaks = Diagnosis(options), measurements, speaks
+        self.diagnosis, self.measurements, self._speaks = Diagnosis(options), measurements, speaks
         self._taken: dict[str, int] = {}
         self._written = 0
         self.findings: list[Finding] = []
         """Everything that was reported since the trainer was made, in order."""
-
-    def note(self, name: str, text: str | None) -> None:
-        """Take evidence that was established elsewhere; see :meth:`Diagnosis.note`."""
-        self._diagnosis.note(name, text)
-
-    def note_evaluation(self, prefix: str, metrics: Mapping[str, float]) -> None:
-        """Take an evaluation; see :meth:`Diagnosis.evaluated`."""
-        self._diagnosis.evaluated(prefix, metrics)
-
-    def measure(self, generation: int, trajectories: Sequence[Trajectory], models: Models) -> dict[str, float]:
-        """Measure the policy; see :meth:`PolicyMeasurements.take`."""
-        return self._measurements.take(generation, trajectories, models)
 
     @contextmanager
     def looking(self, step: int, metrics: Mapping[str, Sequence[float]]) -> Iterator[None]:
@@ -212,7 +200,7 @@ class HealthChecks:
         """
         new = {name: values[self._taken.get(name, 0) :] for name, values in metrics.items()}
         means = {name: sum(values) / len(values) for name, values in new.items() if values}
-        found = self._diagnosis.look(step, means)
+        found = self.diagnosis.look(step, means)
         self.findings += found
         yield
         for finding in found if self._speaks else ():
@@ -226,13 +214,13 @@ class HealthChecks:
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON can hold it, for a checkpoint."""
-        return {"diagnosis": self._diagnosis.state(), "measurements": self._measurements.state()}
+        return {"diagnosis": self.diagnosis.state(), "measurements": self.measurements.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state` of a checkpoint."""
         if state:
-            self._diagnosis.restore(state["diagnosis"])
-            self._measurements.restore(state["measurements"])
+            self.diagnosis.restore(state["diagnosis"])
+            self.measurements.restore(state["measurements"])
 
 
 def prompt_information(log_probs: torch.Tensor) -> float:

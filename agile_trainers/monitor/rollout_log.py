@@ -194,7 +194,7 @@ class RolloutLog(TrainerCallback):
             prefix: Prefix of its metrics.
             played: The episodes of this process.
         """
-        self._health.note_evaluation(prefix, played.metrics)
+        self._health.diagnosis.evaluated(prefix, played.metrics)
         if any(one.images for one in played.trajectories):
             self._write("images", lambda writer: writer.write_images(played.trajectories))
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
@@ -248,7 +248,9 @@ class RolloutLog(TrainerCallback):
     def _open(self) -> RecordWriter:
         """Open the folder of the run. An evaluation before a run has a folder of its own."""
         args, record = self._args, self._checkpoints.record()
-        run = self._checkpoints.run_id or self._evaluation_id()
+        if not self._checkpoints.run_id and not self._evaluation:
+            (self._evaluation,) = broadcast_object_list([new_run_id("evaluation")])
+        run = self._checkpoints.run_id or self._evaluation
         entries = {
             "kind": "training" if run == self._checkpoints.run_id else "evaluation",
             "run": run,
@@ -268,13 +270,6 @@ class RolloutLog(TrainerCallback):
         if self._accelerator.is_main_process:
             self._writer.write_vocabulary(self._processing_class)
         return self._writer
-
-    def _evaluation_id(self) -> str:
-        if not self._evaluation:
-            ids = [new_run_id("evaluation")]
-            broadcast_object_list(ids)
-            self._evaluation = ids[0]
-        return self._evaluation
 
 
 def _hidden(values: list[float | bool | None] | None) -> np.ndarray | None:

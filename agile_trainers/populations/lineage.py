@@ -7,35 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agile_trainers.adapters.folders import NUMBER, Count, Fields, Name, read_form, write_json
+from agile_trainers.adapters.folders import form_of, read_form, write_json
 from agile_trainers.checkpoints.disclosure import public_path
 from agile_trainers.populations.hyperparameters import Changes, Values
 
 FILE = "lineage.json"
 EventKind = Literal["born", "trained", "failed", "kept", "mutated", "stopped"]
-_EVENT = Fields(
-    {
-        **dict.fromkeys(("round", "member", "steps", "episodes", "failed_episodes", "unreported_episodes"), Count),
-        **dict.fromkeys(("fitness", "standard_error"), (NUMBER, None)),
-        "event": Name, "hyperparameters": {str: NUMBER}, "parent": (Count, None), "changes": {str: [NUMBER]},
-        "seconds": NUMBER, "reason": str,
-    },
-    required=("round", "member", "event", "hyperparameters", "changes"), only=True,
-)  # fmt: skip
-HELD_OUT_FORM = Fields(
-    {
-        **dict.fromkeys(("member", "round", "episodes", "failed_episodes"), Count),
-        **dict.fromkeys(("fitness", "standard_error"), (NUMBER, None)),
-    },
-    required=("member", "round", "fitness", "standard_error", "episodes", "failed_episodes"), only=True,
-)  # fmt: skip
-_FORM = Fields(
-    {
-        "settings": {str: Any}, "events": [_EVENT], "finished": bool, "best": (Count, None),
-        "held_out": (HELD_OUT_FORM, None),
-    },
-    required=("settings", "events", "finished", "best", "held_out"), only=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,10 +130,14 @@ class Lineage:
         Raises:
             CheckpointError: If it cannot be read, or a value has another form.
         """
-        content = read_form(Path(folder) / FILE, _FORM)
+        form = form_of(cls)
+        content = read_form(Path(folder) / FILE, replace(form, required=tuple(form.of)))
         events = [
             LineageEvent(
-                **{**one, "changes": {name: (pair[0], pair[-1]) for name, pair in one["changes"].items() if pair}}
+                **{
+                    **one,
+                    "changes": {name: (pair[0], pair[-1]) for name, pair in one.get("changes", {}).items() if pair},
+                }
             )
             for one in content.pop("events")
         ]

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 from trl.trainer.utils import create_model_from_path
 
-from agile_trainers.adapters.folders import NUMBER, RECORD, Count, Fields, read_json, write_json
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.loading import OnBase, SavedAdapters, find_adapters, load_base, read_weights
 from agile_trainers.adapters.roles import POLICY
 from agile_trainers.adapters.untrusted import naming_folder
@@ -152,16 +152,6 @@ class Result:
         return self.values.count(None)
 
 
-RESULT_FORM = Fields(
-    {
-        **dict.fromkeys(("member", "round", "steps", "episodes", "unreported"), Count), "units": [Count],
-        "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "lowest": (NUMBER, None),
-        "diverged": bool, "reported": bool,
-    },
-    required=("member", "round", "steps", "episodes", "values", "units", "seconds"), only=True,
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Assignment:
     """The round of a member."""
@@ -204,7 +194,6 @@ class Rounds:
     ) -> None:
         self._base, self._trainer, self._arguments = base, trainer, arguments
         self._fitness, self._on_trainer = fitness, on_trainer
-        self._by_reward = fitness == REWARD
 
     def make_trainer(self, args: Any, saved: SavedAdapters | None = None) -> MultiTurnTrainer:
         """Make the ordinary trainer of a member on the shared base, or that of a saved policy."""
@@ -229,9 +218,8 @@ class Rounds:
         trainer = self.make_trainer(args, saved)
         try:
             if trainer.sampler.vllm is None:
-                return evaluate_trainer(trainer, evaluation, HELD_OUT, rewards=self._by_reward)
-            adapters = [saved_adapter(folder)]
-            return evaluate_adapters(trainer, adapters, evaluation, HELD_OUT, rewards=self._by_reward)[0]
+                return self._evaluate(trainer, evaluation, HELD_OUT)
+            return self._evaluate_adapters(trainer, [saved_adapter(folder)], evaluation, HELD_OUT)[0]
         finally:
             del trainer
             _let_go()
@@ -275,7 +263,7 @@ class Rounds:
         trainer.save_model()
         one.steps = trainer.state.global_step
         if trainer.sampler.vllm is None:
-            one.results = evaluate_trainer(trainer, evaluation, rewards=self._by_reward)
+            one.results = self._evaluate(trainer, evaluation)
         else:
             trainer.sampler.vllm.release()
 
@@ -293,9 +281,65 @@ class Rounds:
         for several in (rounds[start : start + limit] for start in range(0, len(rounds), limit)):
             started = time.perf_counter()
             policies = [adapters[one.assignment.member] for one in several]
-            played = evaluate_adapters(trainer, policies, evaluation, rewards=self._by_reward)
+            played = self._evaluate_adapters(trainer, policies, evaluation)
             for one, one.results in zip(several, played, strict=True):
                 one.seconds += (time.perf_counter() - started) / len(several)
+
+    def _evaluate(self, trainer: MultiTurnTrainer, evaluation: Any, domain: int = SELECTION) -> EpisodeResults:
+        """Play the evaluation episodes with the policy of a trainer, through its own sampler."""
+        generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
+        return self._play(trainer, _episodes(trainer.setup, evaluation, domain), generator)
+
+    def _evaluate_adapters(
+        self, trainer: MultiTurnTrainer, adapters: Sequence[SavedAdapter], evaluation: Any, domain: int = SELECTION
+    ) -> list[EpisodeResults]:
+        """Play the evaluation episodes with each of several policies, in one batch on vLLM.
+
+        Args:
+            trainer: One with ``use_vllm``; its own policy does not matter.
+            adapters: The policies, at most as many as its engine serves at the same time.
+            evaluation: Configuration of the evaluation.
+            domain: What the episodes are for: ``SELECTION`` or ``HELD_OUT``.
+        """
+        specs = _episodes(trainer.setup, evaluation, domain)
+        number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
+        generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
+        played = self._play(trainer, specs * len(adapters), generator)
+        parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
+        return [
+            replace(
+                played,
+                specs=specs,
+                trajectories=played.trajectories[part],
+                places=list(range(number)),
+                rows=played.rows[part],
+                starts=played.starts[part],
+            )
+            for part in parts
+        ]
+
+    def _play(
+        self, trainer: MultiTurnTrainer, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator]
+    ) -> EpisodeResults:
+        engine, greedy = trainer.engine, bool(trainer.args.eval_greedy)
+        assert engine is not None
+        try:
+            with preserved_random_state():
+                played = replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=greedy)
+                if self._fitness != REWARD:
+                    return played
+                options = with_names([spec.options or {} for spec in specs], specs)
+                totals = trainer.rewards.totals(trainer.rewards.of(options, played.trajectories)).tolist()
+                rewards = (None if math.isnan(total) else total for total in totals)
+                rows = [{**row, REWARD: reward} for row, reward in zip(played.rows, rewards, strict=True)]
+                return replace(played, rows=rows)
+        finally:
+            engine.pool.close()
+
+
+def _episodes(setup: RunSetup, evaluation: Any, domain: int) -> list[EpisodeSpec]:
+    rows, number = rows_of(setup.eval_rows, None), evaluation.num_eval_episodes
+    return evaluation_episodes(evaluation.seed, number, rows, setup.mixture, domain=domain)
 
 
 @dataclass
@@ -369,85 +413,6 @@ class _EndOfRound(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= self._step:
             control.should_save = control.should_training_stop = True
-
-
-def evaluate_trainer(
-    trainer: MultiTurnTrainer, evaluation: Any, domain: int = SELECTION, *, rewards: bool = False
-) -> EpisodeResults:
-    """Play the evaluation episodes of a population with a member's policy, through its trainer's own sampler.
-
-    Args:
-        trainer: The member's.
-        evaluation: Configuration with the seed, number and sampling of the episodes, the same for all members.
-        domain: What the episodes are for: ``SELECTION`` or ``HELD_OUT``.
-        rewards: Call the reward functions; the rows then have a ``reward``, None without one.
-    """
-    generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
-    return _play(trainer, _episodes(trainer.setup, evaluation, domain), generator, rewards)
-
-
-def evaluate_adapters(
-    trainer: MultiTurnTrainer,
-    adapters: Sequence[SavedAdapter],
-    evaluation: Any,
-    domain: int = SELECTION,
-    *,
-    rewards: bool = False,
-) -> list[EpisodeResults]:
-    """Play the evaluation episodes of a population with several members' policies, in one batch on vLLM.
-
-    Args:
-        trainer: One with ``use_vllm``; its own policy does not matter.
-        adapters: The policies, at most as many as its engine serves at the same time.
-        evaluation: As for :func:`evaluate_trainer`.
-        domain: As for :func:`evaluate_trainer`.
-        rewards: As for :func:`evaluate_trainer`.
-
-    Returns:
-        The results of each policy.
-    """
-    specs = _episodes(trainer.setup, evaluation, domain)
-    number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
-    generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
-    played = _play(trainer, specs * len(adapters), generator, rewards)
-    parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
-    return [
-        replace(
-            played,
-            specs=specs,
-            trajectories=played.trajectories[part],
-            places=list(range(number)),
-            rows=played.rows[part],
-            starts=played.starts[part],
-        )
-        for part in parts
-    ]
-
-
-def _episodes(setup: RunSetup, evaluation: Any, domain: int) -> list[EpisodeSpec]:
-    rows, number = rows_of(setup.eval_rows, None), evaluation.num_eval_episodes
-    return evaluation_episodes(evaluation.seed, number, rows, setup.mixture, domain=domain)
-
-
-def _play(
-    trainer: MultiTurnTrainer, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator], rewards: bool
-) -> EpisodeResults:
-    engine, greedy = trainer.engine, bool(trainer.args.eval_greedy)
-    assert engine is not None
-    try:
-        with preserved_random_state():
-            played = replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=greedy)
-            if not rewards:
-                return played
-            options = with_names([spec.options or {} for spec in specs], specs)
-            totals = trainer.rewards.totals(trainer.rewards.of(options, played.trajectories)).tolist()
-            rows = [
-                {**row, REWARD: None if math.isnan(total) else total}
-                for row, total in zip(played.rows, totals, strict=True)
-            ]
-            return replace(played, rows=rows)
-    finally:
-        engine.pool.close()
 
 
 def saved_adapter(folder: Path) -> SavedAdapter:

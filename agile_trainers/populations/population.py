@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import CommitInfo, EvalResult, create_repo, upload_folder
 from transformers.utils import logging
 
-from agile_trainers.adapters.folders import RECORD, Fields, read_form, read_json, write_json
+from agile_trainers.adapters.folders import RECORD, Fields, form_of, read_form, read_json, write_json
 from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
 from agile_trainers.checkpoints import model_card
@@ -52,7 +52,6 @@ from agile_trainers.populations.hyperparameters import (
 )
 from agile_trainers.populations.lineage import (
     FILE,
-    HELD_OUT_FORM,
     EventKind,
     HeldOut,
     Lineage,
@@ -62,7 +61,6 @@ from agile_trainers.populations.lineage import (
     with_error,
 )
 from agile_trainers.populations.members import (
-    RESULT_FORM,
     REWARD,
     Assignment,
     Fitness,
@@ -335,7 +333,7 @@ class Population:
             mean, error = (None, None) if failed == every else (score.mean, finite(score.standard_error))
             write_json(file, asdict(HeldOut(winner.member, winner.round, mean, error, every, failed)))
         self._processes.wait_for([file])
-        return HeldOut(**read_form(file, HELD_OUT_FORM))
+        return HeldOut(**read_form(file, form_of(HeldOut)))
 
     @property
     def base(self) -> SharedBase:
@@ -400,7 +398,7 @@ class Population:
         for (_, file), result in zip(missing, rounds.run([one for one, _ in missing], self._args)):
             write_json(file, asdict(result))
         self._processes.wait_for(files)
-        return [Result(**read_form(file, RESULT_FORM)) for file in files], replayed
+        return [Result(**read_form(file, form_of(Result))) for file in files], replayed
 
     def _keep_winner(self, number: int) -> None:
         """Copy the policy of the best member of a round, if it is the best so far, before the member goes on."""

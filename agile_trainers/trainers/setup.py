@@ -359,7 +359,7 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
         guard=StepGuard(),
         health=health,
         rollout_log=rollout_log,
-        episode_log=EpisodeLog(args, step.rewards, engine.reports_success, trainer.environment, health.note),
+        episode_log=EpisodeLog(args, step.rewards, engine.reports_success, trainer.environment, health.diagnosis.note),
         evaluator=EpisodeEvaluator(args, accelerator, playing, step.sampler, setup.mixture, step.rewards),
     )
 

@@ -474,7 +474,7 @@ class MultiTurnTrainer(_Trainer):
         """Log a generation batch: metrics, and TRL's tables."""
         trajectories, rewards = played.own or (played.trajectories, played.rewards)
         own = [trajectory for trajectory in trajectories if not trajectory.demonstration]
-        self._add_metrics(self.health.measure(generation, own, self._models))
+        self._add_metrics(self.health.measurements.take(generation, own, self._models))
         seconds = self.runner.seconds
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens
@@ -496,7 +496,7 @@ class MultiTurnTrainer(_Trainer):
     def _close_mismatch(self) -> None:
         closed = self.mismatch.close(is_first_step=self.state.global_step == 0)
         self._add_metrics(closed.metrics)
-        self.health.note("sampler_mismatch", closed.warning)
+        self.health.diagnosis.note("sampler_mismatch", closed.warning)
 
     @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:

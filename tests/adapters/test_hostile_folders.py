@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from agile_trainers.adapters.folders import RECORD, CheckpointError, read_form, write_json
+from agile_trainers.adapters.folders import RECORD, CheckpointError, form_of, read_form, write_json
 from agile_trainers.checkpoints.integrity import KEY_FILE, MARKER, OPTION, check_complete, mark_complete
 from agile_trainers.cli.chain import command
-from agile_trainers.populations.lineage import HELD_OUT_FORM, Lineage
-from agile_trainers.populations.members import RESULT_FORM, Result
+from agile_trainers.populations.lineage import HeldOut, Lineage
+from agile_trainers.populations.members import Result
 from agile_trainers.populations.population import _SETTINGS_FORM
 
 EVENT: dict[str, Any] = {"round": 1, "member": 0, "event": "trained", "hyperparameters": {"learning_rate": 1e-3}}
@@ -57,11 +57,11 @@ RESULT = asdict(Result(0, 1, 2, 3, [1.0, None], [0, 1], 0.5))
 HELD = {"member": 0, "round": 1, "fitness": None, "standard_error": None, "episodes": 6, "failed_episodes": 6}
 STAGE = {"id": "a", "parent": None, "made_of": {}, "finished": True}
 FILES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-    (RESULT_FORM, RESULT, {"member": "../0"}),
-    (RESULT_FORM, RESULT, {"values": ["1"]}),
-    (RESULT_FORM, RESULT, {"steps": None}),
-    (RESULT_FORM, RESULT, {"source": "x"}),
-    (HELD_OUT_FORM, HELD, {"episodes": "6"}),
+    (form_of(Result), RESULT, {"member": "../0"}),
+    (form_of(Result), RESULT, {"values": ["1"]}),
+    (form_of(Result), RESULT, {"steps": None}),
+    (form_of(Result), RESULT, {"source": "x"}),
+    (form_of(HeldOut), HELD, {"episodes": "6"}),
     (_SETTINGS_FORM, {"options": {}}, {"options": [1]}),
     (_SETTINGS_FORM, {"options": {}}, {"environment_arguments": "x"}),
     (command._STATE_FORM, STAGE, {"finished": "yes"}),

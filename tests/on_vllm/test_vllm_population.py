@@ -108,14 +108,14 @@ def test_a_killed_population_is_the_same(embedded_model: Path, tmp_path: Path, m
 
     whole = population(embedded_model, tmp_path / "whole", **GREEDY)
     whole.run()
-    evaluate = members.evaluate_adapters
+    evaluate = members.Rounds._evaluate_adapters
 
     def killed(*given: Any, **named: Any) -> Any:
         evaluate(*given, **named)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(members, "evaluate_adapters", killed)
+        patch.setattr(members.Rounds, "_evaluate_adapters", killed)
         population(embedded_model, tmp_path / "killed", **GREEDY).run()
     assert not list((tmp_path / "killed").glob("rounds/*/*.json"))
     made = population(embedded_model, tmp_path / "killed", **GREEDY)

@@ -111,7 +111,7 @@ def alone(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
 def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, tmp_path: Path) -> None:
     """Prompts are those of the first turn with four different conversations; the policy moves between two measurements."""
     trainer = make_trainer(embedded_model, tmp_path, per_device_train_batch_size=16, diagnosis_interval=3)
-    episodes, measure = trainer.rollout(), partial(trainer.health._measurements.take, models=trainer._models)
+    episodes, measure = trainer.rollout(), partial(trainer.health.measurements.take, models=trainer._models)
     first = measure(0, episodes)
     different = list({tuple(episode.prompt_ids): episode for episode in reversed(episodes)}.values())[::-1]
     assert len(different) == 4 and first.keys() == {"prompt_information"}
@@ -126,7 +126,7 @@ def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, 
 
     told, before = by_hand()
     assert first["prompt_information"] == pytest.approx(told, abs=1e-5)
-    assert trainer.health._measurements.rows == 4 * 4 + LANDMARKS
+    assert trainer.health.measurements.rows == 4 * 4 + LANDMARKS
     assert measure(1, episodes) == measure(2, episodes) == {}
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -175,7 +175,7 @@ def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_pa
     )  # fmt: skip
     trainer.train()
     assert (
-        "prompt_information" not in trainer.state.log_history[0] and trainer.health._measurements.rows == 2 * LANDMARKS
+        "prompt_information" not in trainer.state.log_history[0] and trainer.health.measurements.rows == 2 * LANDMARKS
     )
     assert "policy_change" in trainer.state.log_history[1]
     silent = PolicyMeasurements(trainer.log_prob_passes, trainer.accelerator, 0, (0, 0))
