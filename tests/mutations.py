@@ -948,7 +948,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an old policy over all tokens", "step/log_probs.py",
-        "kept=kept_of(part)", "kept=None", f"{TRUNCATED_RUNS} -k ratios",
+        "scored=scored, part=part)", "scored=scored)", f"{TRUNCATED_RUNS} -k ratios",
     ),
     Mutation(
         "kept sets lost in a checkpoint", "rollout/replay.py",
@@ -4560,15 +4560,15 @@ MUTATIONS = [
     Mutation(
         "pixels are lost between sampler and trainer",
         "step/log_probs.py",
-        "                images=batch_images(part),\n",
-        "",
+        "scored=scored, part=part)",
+        'scored=scored, part={name: value for name, value in part.items() if "image" not in name})',
         f"{IMAGE_RUNS} -k killed",
     ),
     Mutation(
         "the loss sees no images",
         "trainers/trainer.py",
-        "            images = batch_images(handed.inputs)\n",
-        "",
+        "scored, part = handed.batch.scored, handed.inputs",
+        "scored = handed.batch.scored",
         IMAGE_RUNS,
     ),
     Mutation(
