@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from agile_trainers.envs.images import check_images
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
-from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest
+from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest, on_one_path
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import (
     Ended,
@@ -139,15 +138,19 @@ class _Episode:
             after = self.paths[last.path][last.place + last.end :]
             return forest([self.call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
         fields["pictures"] = self.pictures if any(self.pictures) else None
-        path = self.paths[0] if self.paths else []
-        prompt = self.turns[0].place if self.turns else len(path)
-        logprobs, kept = [0.0] * (len(path) - prompt), [b""] * (len(path) - prompt)
-        for turn, sampled, sets in zip(self.turns, self.logprobs, self.kept, strict=True):
-            turn.start, turn.end, turn.place = turn.place - prompt, turn.place - prompt + turn.end, 0
-            logprobs[turn.start : turn.end] = sampled
-            kept[turn.start : turn.end] = sets or [b""] * len(sampled)
-        fields["kept"] = kept if any(sets is not None for sets in self.kept) else None
-        return Trajectory(path[:prompt], path[prompt:], logprobs, self.turns, self.stop_reason, **fields)
+        fields |= on_one_path(self.paths[0] if self.paths else [], self.turns, self.logprobs, self.kept)
+        return Trajectory(stop_reason=self.stop_reason, **fields)
+
+    def record(self) -> RecordedEpisode:
+        """Return the answers so far."""
+        calls = [self.call(k) for k in range(len(self.turns))]
+        answers = [
+            RecordedAnswer(
+                digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept
+            )
+            for it in calls
+        ]
+        return RecordedEpisode(answers, None if self.ended else noise_state(self.noise, self.before))
 
     def call(self, k: int) -> Call:
         """Return a turn with its prompt and its answer."""
@@ -219,20 +222,12 @@ class SteppedRollout:
         """Return an episode that has ended, once; None if it has not."""
         if not self._episodes[key].ended:
             return None
-        trajectory = self._episodes.pop(key).finished()
-        return Ended(trajectory, partial(_record_of, trajectory))
+        episode = self._episodes.pop(key)
+        return Ended(episode.finished(), episode.record)
 
     def record(self, key: int) -> RecordedEpisode:
         """Return the answers of an episode that has not ended."""
-        episode = self._episodes[key]
-        calls = [episode.call(k) for k in range(len(episode.turns))]
-        answers = [
-            RecordedAnswer(
-                digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept
-            )
-            for it in calls
-        ]
-        return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
+        return self._episodes[key].record()
 
     def replayed(self, key: int, record: RecordedEpisode) -> None:
         """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
@@ -400,18 +395,6 @@ class SteppedRollout:
         else:
             with _costs(episode):
                 self._propose(output.episode, episode)
-
-
-def _record_of(ended: Trajectory) -> RecordedEpisode:
-    """Return the answers of an episode that has ended."""
-    answers = []
-    for k, turn in enumerate(ended.turns):
-        logprobs = ended.sampling_logprobs[turn.start : turn.end]
-        kept = None if ended.kept is None else ended.kept[turn.start : turn.end]
-        answers.append(
-            RecordedAnswer(digest_of_ids(ended.key_of(k)), ended.action_of(k), logprobs, turn.finish_reason, kept)
-        )
-    return RecordedEpisode(answers)
 
 
 def first_messages(observation: Observation, system_prompt: str | None) -> list[Message]:
