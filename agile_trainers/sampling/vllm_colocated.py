@@ -101,15 +101,14 @@ class VllmPolicy(ServedPolicy):
     """
 
     _generator_class = VllmGenerator
+    engine: VllmEngine
     _owns_engine = False
     """False while the engine is another's, or not made yet."""
 
-    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
-        return _group(self._accelerator, args.vllm_tensor_parallel_size)
-
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
+        self._group = _group(accelerator, parallel)
+        check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         if args.max_model_length is None and max_model_length is not None and accelerator.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(accelerator.device)[1] * args.vllm_gpu_memory_utilization)
             stored = served_quantization(self._model) is not None
@@ -158,14 +157,6 @@ class VllmPolicy(ServedPolicy):
 
     def _wake(self, part: str) -> None:
         self.engine.engine.wake_up([part])
-
-    def _adapters(self) -> VllmEngine:
-        return self.engine
-
-    @property
-    def max_adapters(self) -> int:
-        """Number of adapters that the engine serves at the same time."""
-        return self.engine.max_adapters
 
     @contextmanager
     def _sampling(self, made: VllmGenerator) -> Iterator[Generator]:
