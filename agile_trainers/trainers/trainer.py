@@ -489,13 +489,13 @@ class MultiTurnTrainer(_Trainer):
         if log_probs.old is not None:
             counted = trained & log_probs.scored[:, None]
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
-            self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
     def _close_mismatch(self) -> None:
-        closed = self.mismatch.close(is_first_step=self.state.global_step == 0)
-        self._add_metrics(closed.metrics)
-        self.health.note("sampler_mismatch", closed.warning)
+        metrics, warning = self.mismatch.close(is_first_step=self.state.global_step == 0)
+        self._add_metrics(metrics)
+        self.health.note("sampler_mismatch", warning)
 
     @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -604,7 +604,7 @@ class MultiTurnTrainer(_Trainer):
         if self.mismatch.is_open:
             assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.mismatch.meter.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
         return log_probs, entropies, aux_loss
 
     @with_episodes
