@@ -416,8 +416,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an engine that served others is taken to have the policy still", "sampling/served_policy.py",
-        "        self._moved_at_construction = None\n        self._adapters().remove_adapter()",
-        "        self._adapters().remove_adapter()",
+        "        self._moved_at_construction = None\n        self.engine.remove_adapter()",
+        "        self.engine.remove_adapter()",
         "tests/trainers/test_served_policy.py -k others_were_served",
     ),
     Mutation(
@@ -883,7 +883,7 @@ MUTATIONS = [
     ),
     Mutation(
         "answers of an expert given twice after a checkpoint", "rollout/rollout.py",
-        "answered = len(self._recorded[key].answers) if key in self._recorded else 0", "answered = 0",
+        "spec.demonstration.answers[len(record.answers) :]", "spec.demonstration.answers[:]",
         "tests/rollout/test_background.py -k expert_goes_on",
     ),
     Mutation(
@@ -948,7 +948,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an old policy over all tokens", "step/log_probs.py",
-        "scored=scored, part=part)", "scored=scored)", f"{TRUNCATED_RUNS} -k ratios",
+        "scored=scored, part=part", "scored=scored", f"{TRUNCATED_RUNS} -k ratios",
     ),
     Mutation(
         "kept sets lost in a checkpoint", "rollout/replay.py",
@@ -4149,7 +4149,7 @@ MUTATIONS = [
     Mutation(
         "a body is read before the key", "rollout/agents/server.py",
         "others = self._exchange.models(key)",
-        "await self._body(request)\n            others = self._exchange.models(key)",
+        "await self._body(request)\n        others = self._exchange.models(key)",
         SERVER,
     ),
     Mutation(
@@ -4300,8 +4300,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a request of an interrupted rollout waits for the next one", "rollout/agents/rollout.py",
-        '        self._server.__exit__(kind, error, trace)\n        self._refuse_posted()',
-        '        self._server.__exit__(kind, error, trace)',
+        '        self._server.__exit__(*error)\n        self._refuse_posted()',
+        '        self._server.__exit__(*error)',
         "tests/rollout/agents/test_faults.py -k between_the_end",
     ),
     Mutation(
@@ -4560,8 +4560,8 @@ MUTATIONS = [
     Mutation(
         "pixels are lost between sampler and trainer",
         "step/log_probs.py",
-        "scored=scored, part=part)",
-        'scored=scored, part={name: value for name, value in part.items() if "image" not in name})',
+        "scored=scored, part=part",
+        'scored=scored, part={name: value for name, value in part.items() if "image" not in name}',
         f"{IMAGE_RUNS} -k killed",
     ),
     Mutation(

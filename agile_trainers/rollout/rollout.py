@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 from weakref import ref
 
@@ -74,6 +75,9 @@ class Rollout:
         self._demonstrations: dict[int, Demonstration] = {}
         self._given: dict[int, list[GivenAnswer]] = {}
         """Key of an episode of an expert to the answers that are left."""
+        self._generator: Generator
+        """The generator that plays, inside of :meth:`playing` only, as the next."""
+        self._on_finish: Callable[[Trajectory], None] | None
 
     @property
     def under_way(self) -> int:
@@ -90,19 +94,17 @@ class Rollout:
             specs: Their specifications.
             recorded: What :meth:`record` returned of them in an earlier process: these answers are given again.
         """
-        if recorded is not None:
-            for key, record in zip(keys, recorded, strict=True):
-                if record.answers:
-                    self._recorded[key] = record
-        for key, spec in zip(keys, specs, strict=True):
+        records = [RecordedEpisode() for _ in keys] if recorded is None else recorded
+        for key, spec, record in zip(keys, specs, records, strict=True):
+            if record.answers:
+                self._recorded[key] = record
             episodes = self._episodes_of(spec.environment)
             if episodes not in self._kinds:
                 self._kinds.append(episodes)
             self._playing[key] = episodes
             if spec.demonstration is not None:
                 self._demonstrations[key] = spec.demonstration
-                answered = len(self._recorded[key].answers) if key in self._recorded else 0
-                self._given[key] = spec.demonstration.answers[answered:]
+                self._given[key] = spec.demonstration.answers[len(record.answers) :]
             episodes.start(key, spec, self._limits_of(spec.environment))
 
     def play(
@@ -171,24 +173,19 @@ class Rollout:
         for key, episodes in self._playing.items():
             for request in episodes.unanswered(key):
                 generator.submit(request)
+        self._generator, self._on_finish = generator, on_finish
         try:
-            yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
+            yield partial(self._step_until, tells=listen is not None)
         finally:
+            del self._generator, self._on_finish  # a cache on a GPU goes with its generator
             self._sampling.end(self)
             self._pool.pause()
             for key, episodes in self._playing.items():
                 if episodes.unanswered(key):
                     generator.release(key)
 
-    def _step_until(
-        self,
-        done: Callable[[], bool],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None,
-        *,
-        tells: bool,
-    ) -> None:
-        sampling = self._sampling
+    def _step_until(self, done: Callable[[], bool], *, tells: bool) -> None:
+        sampling, generator = self._sampling, self._generator
         while self.under_way and not done():
             pending = generator.pending > 0
             sampling.set(self, tells and pending)
@@ -199,7 +196,7 @@ class Rollout:
                 )
             for outcome in outcomes:
                 if outcome.method != _WAKE:
-                    self._on_outcome(outcome, generator, on_finish)
+                    self._on_outcome(outcome)
             if tells or not done():  # a step may last as long as an answer that nobody waits for
                 # One that tells samples elsewhere, the others in `step`.
                 sampling.set(self, generator.pending > 0)
@@ -207,8 +204,7 @@ class Rollout:
                 if not tells:
                     sampling.end(self)
                 for output in outputs:
-                    requests = self._playing[output.episode].on_output(output)
-                    self._proceed(output.episode, requests, generator, on_finish)
+                    self._proceed(output.episode, self._playing[output.episode].on_output(output))
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
@@ -226,31 +222,23 @@ class Rollout:
             return RecordedEpisode([*record.answers, *left.answers], left.noise)
         return record
 
-    def _on_outcome(
-        self, outcome: Outcome, generator: Generator, on_finish: Callable[[Trajectory], None] | None
-    ) -> None:
+    def _on_outcome(self, outcome: Outcome) -> None:
         """Process what a call of an environment, or an agent's client, has brought."""
         episodes = self._playing.get(outcome.episode)
         if episodes is None:  # a client's request that came too late
             for kind in self._kinds:
                 kind.on_outcome(outcome)
         else:
-            self._proceed(outcome.episode, episodes.on_outcome(outcome), generator, on_finish)
+            self._proceed(outcome.episode, episodes.on_outcome(outcome))
 
-    def _proceed(
-        self,
-        key: int,
-        requests: list[GenerationRequest],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None,
-    ) -> None:
+    def _proceed(self, key: int, requests: list[GenerationRequest]) -> None:
         """Submit the requests of an episode, and finish it if it has ended."""
         for request in requests:
-            generator.submit(request)
+            self._generator.submit(request)
         if (ended := self._playing[key].ended(key)) is None:
             return
         del self._playing[key]
-        generator.release(key)
+        self._generator.release(key)
         if (left := self._recorded.pop(key, None)) is not None:
             warn_of(left)
         self._finished[key], trajectory = ended, ended.trajectory
@@ -262,5 +250,6 @@ class Rollout:
             trajectory.environment = self._pool.environment(key)
             self._kept.append(ref(trajectory))
         self._pool.release(key, reusable=not trajectory.stop_reason.failed)
-        for observe in (*self._observers, *([] if on_finish is None else [on_finish])):
-            observe(trajectory)
+        for observe in (*self._observers, self._on_finish):
+            if observe is not None:
+                observe(trajectory)

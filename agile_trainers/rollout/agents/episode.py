@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
@@ -73,11 +74,7 @@ def length_to_stop(ids: Sequence[int], stop: Sequence[str], decode: Callable[[li
 
     if not stop or not stops(len(ids)):
         return None
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if stops(middle) else (middle + 1, high)
-    return low
+    return 1 + bisect_left(range(1, len(ids)), True, key=stops)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from types import TracebackType
 from typing import Any
 
 from agile_trainers.envs.agent import Endpoint, Model, Task
@@ -43,14 +42,12 @@ class AgentRollout:
         self._server.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exchange.close()
         self._refuse_posted()
         for episode in self._episodes.values():
             episode.close()
-        self._server.__exit__(kind, error, trace)
+        self._server.__exit__(*error)
         self._refuse_posted()
 
     def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
