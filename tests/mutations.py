@@ -1731,12 +1731,12 @@ MUTATIONS = [
     ),
     Mutation(
         "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/generator.py",
-        """        finally:
-            for config in configs:
-                config._attn_implementation = "sdpa\"""",
-        """        except KeyError:
-            for config in configs:
-                config._attn_implementation = "sdpa\"""", f"{DECODING} -k error_in_a_pass",
+        """    finally:
+        for config in configs:
+            config._attn_implementation = "sdpa\"""",
+        """    except KeyError:
+        for config in configs:
+            config._attn_implementation = "sdpa\"""", f"{DECODING} -k error_in_a_pass",
     ),
     Mutation(
         "under autocast every token casts the keys of the cache", "rollout/generators/transformers/kv_cache.py",
@@ -1930,7 +1930,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a template's rewrites are not looked for", "rollout/stepped.py",
-        "if not self._chat.goes_on(", "if False and not self._chat.goes_on(", "tests/rollout/test_template_forks.py",
+        "if not self.chat.goes_on(", "if False and not self.chat.goes_on(", "tests/rollout/test_template_forks.py",
     ),
     Mutation(
         "a rewritten context that does not fit is called full", "rollout/stepped.py",
@@ -2043,7 +2043,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment's own context is not asked for", "rollout/stepped.py",
-        "history is full or (history is None and not self._pool.rewrites(index))", "history is full or history is None",
+        "history is full or (history is None and not self.pool.rewrites(index))", "history is full or history is None",
         "tests/rollout/test_history.py",
     ),
     Mutation(

@@ -166,6 +166,7 @@ class _Episode:
         )
 
 
+@dataclass(eq=False)
 class SteppedRollout:
     """Plays the episodes of a rollout whose environments are stepped (:class:`~agile_trainers.rollout.rollout.Episodes`).
 
@@ -177,24 +178,18 @@ class SteppedRollout:
         append_final_observation: Append the last observation of a truncated episode.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        chat: ChatRenderer,
-        histories: Mapping[str | None, History],
-        *,
-        system_prompt: str | None = None,
-        append_final_observation: bool = False,
-    ) -> None:
-        self._pool, self._chat, self._histories = pool, chat, histories
-        self._system_prompt, self._append_final_observation = system_prompt, append_final_observation
-        self._episodes: dict[int, _Episode] = {}
+    pool: EnvironmentPool
+    chat: ChatRenderer
+    histories: Mapping[str | None, History]
+    system_prompt: str | None
+    append_final_observation: bool
+    _episodes: dict[int, _Episode] = field(default_factory=dict, init=False)
 
     def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
         """Let the environment of an episode begin."""
         self._episodes[key] = _Episode(spec, limits, _noise(spec.stream))
         # A copy, since an environment may modify its row.
-        self._pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
+        self.pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
 
     def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
         """Take what an environment's call has brought. Return what is to be sampled."""
@@ -274,19 +269,19 @@ class SteppedRollout:
         if episode.ending or not episode.turns or not episode.stop_reason.limit:
             return False
         episode.ending = True
-        return self._pool.end(index, str(episode.stop_reason))
+        return self.pool.end(index, str(episode.stop_reason))
 
     def _start(self, outcome: Outcome, episode: _Episode) -> None:
         observation, episode.reset_info = validate_reset(outcome.value)
         observation = _cut(observation, episode)
-        episode.first = episode.context = first_messages(observation, self._system_prompt)
+        episode.first = episode.context = first_messages(observation, self.system_prompt)
         self._propose(outcome.episode, episode)
 
     def _observe(self, outcome: Outcome, episode: _Episode) -> None:
         observation, reward, terminated, truncated, info = validate_step(outcome.value)
         _check_return(reward, episode)
         observation = _cut(observation, episode)
-        delimited = [] if terminated else self._chat.delimited(observation, episode.paths[-1][-1])
+        delimited = [] if terminated else self.chat.delimited(observation, episode.paths[-1][-1])
         turn = episode.turns[-1]
         turn.observation, turn.reward, turn.info = observation, reward, info
         episode.context += as_messages(observation)
@@ -299,8 +294,8 @@ class SteppedRollout:
         else:
             self._propose(outcome.episode, episode, delimited)
             return
-        if not terminated and self._append_final_observation and episode.room >= len(delimited):
-            episode.extend(delimited, self._chat.pictures(as_messages(observation)))
+        if not terminated and self.append_final_observation and episode.room >= len(delimited):
+            episode.extend(delimited, self.chat.pictures(as_messages(observation)))
 
     def _propose(self, index: int, episode: _Episode, delimited: Sequence[int] = ()) -> None:
         """Go on with the context, or with what it is rewritten to.
@@ -310,14 +305,14 @@ class SteppedRollout:
             episode: The episode.
             delimited: What would be appended to the conversation.
         """
-        history = self._histories.get(episode.spec.environment)
-        if history is full or (history is None and not self._pool.rewrites(index)):
+        history = self.histories.get(episode.spec.environment)
+        if history is full or (history is None and not self.pool.rewrites(index)):
             self._show(episode, episode.context, delimited=delimited)
             return
-        tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self._chat.first(episode.context))
+        tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self.chat.first(episode.context))
         context = Context(episode.context, episode.first, tokens, episode.limits.max_model_length)
         if history is None:
-            self._pool.context(index, context)
+            self.pool.context(index, context)
             return
         messages, name = None, _name_of(history)
         with _costs(episode, name):
@@ -341,14 +336,14 @@ class SteppedRollout:
             messages = validate_context(messages, source)
             # Every message has a token of its own.
             least = sum(len(text_of(one)) + 1 for one in messages)
-            if least > episode.limits.max_model_length * self._chat.longest_token:
+            if least > episode.limits.max_model_length * self.chat.longest_token:
                 episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
                 return
         known = episode.context
         unchanged, episode.context = messages == known, messages
         if not episode.turns:
             episode.prompt = messages
-            episode.begin(messages, self._chat.first(messages), self._chat.pictures(messages))
+            episode.begin(messages, self.chat.first(messages), self.chat.pictures(messages))
             if not episode.paths[-1]:
                 raise EnvironmentProtocolError(
                     f"{source or 'reset()'} returned {messages!r}, which tokenizes to nothing."
@@ -367,29 +362,29 @@ class SteppedRollout:
         if said:
             roles = [message["role"] for message in episode.begun]
             before = messages[: len(messages) - len(said) - 1]
-            if not self._chat.goes_on(before, roles, path[last.place :], said):
+            if not self.chat.goes_on(before, roles, path[last.place :], said):
                 fork = Fork.TEMPLATE
         if fork is None:
-            delimited = self._chat.delimited(said, path[-1]) if delimited is None or not unchanged else delimited
+            delimited = self.chat.delimited(said, path[-1]) if delimited is None or not unchanged else delimited
             room = episode.room - len(delimited)
             if room < 1:
                 episode.stop_reason = StopReason.CONTEXT_FULL
-            if room >= 1 or (self._append_final_observation and room == 0):
+            if room >= 1 or (self.append_final_observation and room == 0):
                 check_images(messages)
-                episode.extend(delimited, self._chat.pictures(said))
+                episode.extend(delimited, self.chat.pictures(said))
         else:
-            episode.begin(messages, self._chat.first(messages, sampled=True), self._chat.pictures(messages))
+            episode.begin(messages, self.chat.first(messages, sampled=True), self.chat.pictures(messages))
             if episode.room < 1:
                 episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
         episode.ask(None if unchanged and fork is None else messages, fork, question)
 
     def _answered(self, output: GenerationOutput, episode: _Episode) -> None:
-        text = self._chat.decode(output.token_ids)
+        text = self.chat.decode(output.token_ids)
         assert episode.asked is not None
         question, episode.before = episode.asked.question, None
         episode.answer(output, text)
         if not question:
-            self._pool.step(output.episode, text)
+            self.pool.step(output.episode, text)
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:

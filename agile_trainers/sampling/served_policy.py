@@ -132,8 +132,8 @@ class ServedPolicy(ABC):
         """Let a generator sample while the block runs."""
         yield made
 
-    def _wake(self, part: str) -> None:
-        """Give a sleeping engine the memory of its ``"weights"`` or its ``"kv_cache"``."""
+    def _wake(self, *parts: str) -> None:
+        """Give an engine that sleeps between rollouts the memory of its ``"weights"`` or its ``"kv_cache"``."""
         return
 
     def _sleep(self) -> None:
@@ -169,15 +169,13 @@ class ServedPolicy(ABC):
     @contextmanager
     def serving(self) -> Iterator[int]:
         """Wake the engine with the current policy; yield the bytes that were moved."""
-        if self._sleeps:
-            self._wake("weights")
+        self._wake("weights")
         moved = self._sync_if_changed()
         if self._group is not None:
             # As TRL does: the gradients' last messages must be through before vLLM sends its own.
             self._accelerator.wait_for_everyone()
         with offloaded(self._model, self._offloads):
-            if self._sleeps:
-                self._wake("kv_cache")
+            self._wake("kv_cache")
             try:
                 yield moved
             finally:
@@ -189,9 +187,7 @@ class ServedPolicy(ABC):
 
         The policy's own adapter is taken away; the next :meth:`serving` moves it again.
         """
-        if self._sleeps:
-            self._wake("weights")
-            self._wake("kv_cache")
+        self._wake("weights", "kv_cache")
         self.release()
         served: list[Any] = []
         try:

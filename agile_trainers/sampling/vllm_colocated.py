@@ -135,8 +135,7 @@ class VllmPolicy(ServedPolicy):
             self.started |= vllm_options(base_model(self._model).config.model_type)
         if shared.engine is not None and shared.started == self.started:
             self.engine = shared.engine
-            for part in ("weights", "kv_cache") if self._sleeps else ():
-                self._wake(part)
+            self._wake("weights", "kv_cache")
             return
         self.engine = make_engine(self._model, **{name: it for name, it in self.started.items() if name != "base"})
         self._owns_engine = lent is None or shared.engine is not None
@@ -155,8 +154,9 @@ class VllmPolicy(ServedPolicy):
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
-    def _wake(self, part: str) -> None:
-        self.engine.engine.wake_up([part])
+    def _wake(self, *parts: str) -> None:
+        for part in parts if self._sleeps else ():
+            self.engine.engine.wake_up([part])
 
     @contextmanager
     def _sampling(self, made: VllmGenerator) -> Iterator[Generator]:

@@ -122,7 +122,6 @@ class _Exchange:
         self._keys: dict[AgentEpisode, str] = {}
         self._first = f"sk-{secrets.token_urlsafe(8)}-"
         """The first characters of all keys, by which those of episodes that have ended are known."""
-        self._closed = False
 
     def admit(self, episode: AgentEpisode) -> str:
         """Make an episode's key."""
@@ -136,7 +135,7 @@ class _Exchange:
 
     def close(self) -> None:
         """Take no more requests."""
-        self._closed = True
+        self._episodes.clear()
 
     def ask(self, key: str, ticket: Ticket) -> None:
         """Take a request of the episode with this key."""
@@ -170,13 +169,13 @@ class _Exchange:
         return self._find(key).agent.models
 
     def _note(self, key: str, what: str, ticket: Ticket) -> None:
-        if not self._closed and (episode := self._episodes.get(key)) is not None:
+        if (episode := self._episodes.get(key)) is not None:
             self._post(Outcome(episode.index, what, ticket))
 
     def _find(self, key: str) -> AgentEpisode:
         if not key.startswith(self._first):
             raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
         episode = self._episodes.get(key)
-        if self._closed or episode is None:
+        if episode is None:
             raise over()
         return episode
