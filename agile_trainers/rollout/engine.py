@@ -21,7 +21,7 @@ from agile_trainers.rollout.stepped import SteppedRollout, first_messages
 from agile_trainers.types import Message, Trajectory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RolloutEngine:
     """Plays episodes asynchronously: each requests its next turn as soon as its environment has answered.
 

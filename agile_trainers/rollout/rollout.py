@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 from weakref import ref
@@ -43,6 +44,7 @@ class Episodes(Protocol):
         """Note that an episode was given all answers of its record."""
 
 
+@dataclass(eq=False, repr=False)
 class Rollout:
     """Episodes under way; see :meth:`~agile_trainers.rollout.engine.RolloutEngine.open`.
 
@@ -55,29 +57,23 @@ class Rollout:
         observers: Called with each trajectory when it ends.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        limits_of: Callable[[str | None], Limits],
-        episodes_of: Callable[[str | None], Episodes],
-        sampling: BusyMeter,
-        kept: list[ref[Trajectory]] | None,
-        observers: Sequence[Callable[[Trajectory], None]] = (),
-    ) -> None:
-        self._observers = observers
-        self._pool, self._limits_of, self._episodes_of = pool, limits_of, episodes_of
-        self._sampling, self._kept = sampling, kept
-        self._playing: dict[int, Episodes] = {}
-        """Key of an episode that has begun and not ended to what plays it."""
-        self._kinds: list[Episodes] = []
-        self._finished: dict[int, Ended] = {}
-        self._recorded: dict[int, RecordedEpisode] = {}
-        self._demonstrations: dict[int, Demonstration] = {}
-        self._given: dict[int, list[GivenAnswer]] = {}
-        """Key of an episode of an expert to the answers that are left."""
-        self._generator: Generator
-        """The generator that plays, inside of :meth:`playing` only, as the next."""
-        self._on_finish: Callable[[Trajectory], None] | None
+    pool: EnvironmentPool
+    limits_of: Callable[[str | None], Limits]
+    episodes_of: Callable[[str | None], Episodes]
+    sampling: BusyMeter
+    kept: list[ref[Trajectory]] | None
+    observers: Sequence[Callable[[Trajectory], None]] = ()
+    _playing: dict[int, Episodes] = field(default_factory=dict, init=False)
+    """Key of an episode that has begun and not ended to what plays it."""
+    _kinds: list[Episodes] = field(default_factory=list, init=False)
+    _finished: dict[int, Ended] = field(default_factory=dict, init=False)
+    _recorded: dict[int, RecordedEpisode] = field(default_factory=dict, init=False)
+    _demonstrations: dict[int, Demonstration] = field(default_factory=dict, init=False)
+    _given: dict[int, list[GivenAnswer]] = field(default_factory=dict, init=False)
+    """Key of an episode of an expert to the answers that are left."""
+    _generator: Generator = field(init=False)
+    """The generator that plays, inside of :meth:`playing` only, as the next."""
+    _on_finish: Callable[[Trajectory], None] | None = field(init=False)
 
     @property
     def under_way(self) -> int:
@@ -98,14 +94,14 @@ class Rollout:
         for key, spec, record in zip(keys, specs, records, strict=True):
             if record.answers:
                 self._recorded[key] = record
-            episodes = self._episodes_of(spec.environment)
+            episodes = self.episodes_of(spec.environment)
             if episodes not in self._kinds:
                 self._kinds.append(episodes)
             self._playing[key] = episodes
             if spec.demonstration is not None:
                 self._demonstrations[key] = spec.demonstration
                 self._given[key] = spec.demonstration.answers[len(record.answers) :]
-            episodes.start(key, spec, self._limits_of(spec.environment))
+            episodes.start(key, spec, self.limits_of(spec.environment))
 
     def play(
         self, keys: Sequence[int], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -169,7 +165,7 @@ class Rollout:
         listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         if listen is not None:
             listen(self.wake)
-        self._pool.go_on()
+        self.pool.go_on()
         for key, episodes in self._playing.items():
             for request in episodes.unanswered(key):
                 generator.submit(request)
@@ -178,18 +174,18 @@ class Rollout:
             yield partial(self._step_until, tells=listen is not None)
         finally:
             del self._generator, self._on_finish  # a cache on a GPU goes with its generator
-            self._sampling.end(self)
-            self._pool.pause()
+            self.sampling.end(self)
+            self.pool.pause()
             for key, episodes in self._playing.items():
                 if episodes.unanswered(key):
                     generator.release(key)
 
     def _step_until(self, done: Callable[[], bool], *, tells: bool) -> None:
-        sampling, generator = self._sampling, self._generator
+        sampling, generator = self.sampling, self._generator
         while self.under_way and not done():
             pending = generator.pending > 0
             sampling.set(self, tells and pending)
-            outcomes = self._pool.outcomes(block=tells or not pending, posted=tells and pending)
+            outcomes = self.pool.outcomes(block=tells or not pending, posted=tells and pending)
             if not pending and not outcomes:
                 raise RuntimeError(
                     f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
@@ -208,7 +204,7 @@ class Rollout:
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
-        self._pool.post(Outcome(-1, _WAKE))
+        self.pool.post(Outcome(-1, _WAKE))
 
     def record(self, keys: Sequence[int]) -> list[RecordedEpisode]:
         """Return the answers of some episodes so far, ended or not, from which another process plays them on."""
@@ -246,10 +242,10 @@ class Rollout:
             del self._given[key]
             trajectory.demonstration = True
             demonstration.check(trajectory)
-        if self._kept is not None and not trajectory.stop_reason.failed:
-            trajectory.environment = self._pool.environment(key)
-            self._kept.append(ref(trajectory))
-        self._pool.release(key, reusable=not trajectory.stop_reason.failed)
-        for observe in (*self._observers, self._on_finish):
+        if self.kept is not None and not trajectory.stop_reason.failed:
+            trajectory.environment = self.pool.environment(key)
+            self.kept.append(ref(trajectory))
+        self.pool.release(key, reusable=not trajectory.stop_reason.failed)
+        for observe in (*self.observers, self._on_finish):
             if observe is not None:
                 observe(trajectory)

@@ -166,7 +166,7 @@ class _Episode:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SteppedRollout:
     """Plays the episodes of a rollout whose environments are stepped (:class:`~agile_trainers.rollout.rollout.Episodes`).
 
