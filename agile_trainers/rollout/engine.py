@@ -18,7 +18,7 @@ from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.rollout import Episodes, Rollout
 from agile_trainers.rollout.spec import EpisodeSpec, Limits, cut_observation
 from agile_trainers.rollout.stepped import SteppedRollout, first_messages
-from agile_trainers.types import Message, Trajectory
+from agile_trainers.types import Trajectory
 
 
 @dataclass(eq=False, repr=False)
@@ -144,10 +144,7 @@ class RolloutEngine:
         self.limits = shorter(self.limits)
         self.environment_limits = {name: shorter(limits) for name, limits in self.environment_limits.items()}
 
-    def cut(self, observation: Observation, environment: str | None = None) -> tuple[Observation, bool]:
-        """Cut an observation to its environment's limit; see :func:`cut_observation`."""
-        return cut_observation(observation, self.limits_of(environment).max_observation_length)
-
-    def render(self, observation: Observation) -> list[Message]:
-        """Convert a first observation to messages, with the system prompt."""
-        return first_messages(observation, self.system_prompt)
+    def first_prompt(self, observation: Observation, environment: str | None = None) -> list[int]:
+        """Return the ids of a first prompt: a first observation, cut to its environment's limit, with the system prompt."""
+        cut, _ = cut_observation(observation, self.limits_of(environment).max_observation_length)
+        return self.chat.first(first_messages(cut, self.system_prompt))
