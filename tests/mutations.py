@@ -2043,7 +2043,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment's own context is not asked for", "rollout/stepped.py",
-        "history is full or (history is None and not self.pool.rewrites(index))", "history is full or history is None",
+        "history is full or (history is None and not self.pool.rewrites(episode.key))", "history is full or history is None",
         "tests/rollout/test_history.py",
     ),
     Mutation(
@@ -3153,16 +3153,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a paused answer keeps the numbers that it drew", "rollout/stepped.py",
-        "episode.noise.bit_generator.state = episode.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
+        "self.noise.bit_generator.state = self.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
     ),
     Mutation(
         "a resumed episode draws its first numbers again", "rollout/stepped.py",
-        "set_noise_state(self._episodes[key].noise, record.noise)", "pass",
+        "set_noise_state(self.noise, record.noise)", "pass",
         "tests/rollout/test_open_rollout.py -k another_process",
     ),
     Mutation(
-        "a client's request is lost in a pause", "rollout/agents/rollout.py",
-        'return self._episodes[key].unanswered()',
+        "a client's request is lost in a pause", "rollout/agents/episode.py",
+        'return [self._requested(number) for number in sorted(self._pending)]',
         'return []',
         "tests/rollout/agents/test_pausing.py -k pauses_change_nothing",
     ),
@@ -3234,15 +3234,15 @@ MUTATIONS = [
         "tests/rollout/agents/test_pausing.py -k are_refused",
     ),
     Mutation(
-        "ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'episode = self._episodes.pop(key)',
-        'episode = self._episodes[key]',
+        "ended agents stay in the open rollout", "rollout/rollout.py",
+        'self._finished.pop(key)[0] for',
+        'self._finished[key][0] for',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
         "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'del self._episodes[self._keys.pop(episode)]',
-        'self._keys.pop(episode).upper()',
+        'del self._episodes[self.keys.pop(episode)]',
+        'self.keys.pop(episode).upper()',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(

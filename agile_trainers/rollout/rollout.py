@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.rollout.replay import DemonstratingGenerator, Ended, RecordedEpisode, ReplayingGenerator, warn_of
+from agile_trainers.rollout.replay import DemonstratingGenerator, RecordedEpisode, ReplayingGenerator, warn_of
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer, Limits
 from agile_trainers.types import Trajectory
 
@@ -19,29 +19,37 @@ _WAKE = "wake"
 """Outcome that belongs to no episode."""
 
 
+class Episode(Protocol):
+    """An episode of a rollout."""
+
+    @property
+    def ended(self) -> bool:
+        """True once it has ended."""
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """Return the requests that wait for their answers, to be sampled again from the same noise."""
+
+    def record(self) -> RecordedEpisode:
+        """Return the answers so far."""
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Note that it was given all answers of its record."""
+
+    def finished(self) -> Trajectory:
+        """Return an episode that has ended."""
+
+
 class Episodes(Protocol):
     """The episodes of a rollout that go on in the same way: stepped environments, or agents."""
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> Episode:
         """Let an episode begin."""
 
-    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
-        """Take what the pool has for an episode, also for one that has ended. Return what is to be sampled."""
+    def on_outcome(self, outcome: Outcome, episode: Any) -> list[GenerationRequest]:
+        """Take what the pool has for an episode; None for one that has ended. Return what is to be sampled."""
 
-    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+    def on_output(self, output: GenerationOutput, episode: Any) -> list[GenerationRequest]:
         """Take an answer. Return what is to be sampled."""
-
-    def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return the requests of an episode that wait for their answers, to be sampled again from the same noise."""
-
-    def ended(self, key: int) -> Ended | None:
-        """Return an episode that has ended, once; None if it has not."""
-
-    def record(self, key: int) -> RecordedEpisode:
-        """Return the answers of an episode that has not ended."""
-
-    def replayed(self, key: int, record: RecordedEpisode) -> None:
-        """Note that an episode was given all answers of its record."""
 
 
 @dataclass(eq=False, repr=False)
@@ -63,10 +71,10 @@ class Rollout:
     sampling: BusyMeter
     kept: list[ref[Trajectory]] | None
     observers: Sequence[Callable[[Trajectory], None]] = ()
-    _playing: dict[int, Episodes] = field(default_factory=dict, init=False)
-    """Key of an episode that has begun and not ended to what plays it."""
+    _playing: dict[int, tuple[Episodes, Episode]] = field(default_factory=dict, init=False)
+    """Key of an episode that has begun and not ended to what plays it, and it."""
     _kinds: list[Episodes] = field(default_factory=list, init=False)
-    _finished: dict[int, Ended] = field(default_factory=dict, init=False)
+    _finished: dict[int, tuple[Trajectory, Episode]] = field(default_factory=dict, init=False)
     _recorded: dict[int, RecordedEpisode] = field(default_factory=dict, init=False)
     _demonstrations: dict[int, Demonstration] = field(default_factory=dict, init=False)
     _given: dict[int, list[GivenAnswer]] = field(default_factory=dict, init=False)
@@ -97,11 +105,10 @@ class Rollout:
             episodes = self.episodes_of(spec.environment)
             if episodes not in self._kinds:
                 self._kinds.append(episodes)
-            self._playing[key] = episodes
             if spec.demonstration is not None:
                 self._demonstrations[key] = spec.demonstration
                 self._given[key] = spec.demonstration.answers[len(record.answers) :]
-            episodes.start(key, spec, self.limits_of(spec.environment))
+            self._playing[key] = episodes, episodes.start(key, spec, self.limits_of(spec.environment))
 
     def play(
         self, keys: Sequence[int], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -134,7 +141,7 @@ class Rollout:
 
     def take(self, keys: Sequence[int]) -> list[Trajectory]:
         """Return the trajectories of episodes that have ended, once."""
-        return [self._finished.pop(key).trajectory for key in keys]
+        return [self._finished.pop(key)[0] for key in keys]
 
     def play_until(
         self, done: Callable[[], bool], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -159,15 +166,15 @@ class Rollout:
             generator = DemonstratingGenerator(generator, self._given)
         if self._recorded:
             generator = ReplayingGenerator(
-                generator, self._recorded, lambda key, record: self._playing[key].replayed(key, record)
+                generator, self._recorded, lambda key, record: self._playing[key][1].replayed(record)
             )
         # One that tells when it has an answer need not be asked again and again.
         listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         if listen is not None:
             listen(self.wake)
         self.pool.go_on()
-        for key, episodes in self._playing.items():
-            for request in episodes.unanswered(key):
+        for _, episode in self._playing.values():
+            for request in episode.unanswered():
                 generator.submit(request)
         self._generator, self._on_finish = generator, on_finish
         try:
@@ -176,8 +183,8 @@ class Rollout:
             del self._generator, self._on_finish  # a cache on a GPU goes with its generator
             self.sampling.end(self)
             self.pool.pause()
-            for key, episodes in self._playing.items():
-                if episodes.unanswered(key):
+            for key, (_, episode) in self._playing.items():
+                if episode.unanswered():
                     generator.release(key)
 
     def _step_until(self, done: Callable[[], bool], *, tells: bool) -> None:
@@ -200,7 +207,8 @@ class Rollout:
                 if not tells:
                     sampling.end(self)
                 for output in outputs:
-                    self._proceed(output.episode, self._playing[output.episode].on_output(output))
+                    episodes, episode = self._playing[output.episode]
+                    self._proceed(output.episode, episodes.on_output(output, episode))
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
@@ -212,32 +220,34 @@ class Rollout:
 
     def _record(self, key: int) -> RecordedEpisode:
         if (ended := self._finished.get(key)) is not None:
-            return ended.record()
-        record = self._playing[key].record(key)
+            return ended[1].record()
+        record = self._playing[key][1].record()
         if (left := self._recorded.get(key)) is not None:  # it is being played again itself
             return RecordedEpisode([*record.answers, *left.answers], left.noise)
         return record
 
     def _on_outcome(self, outcome: Outcome) -> None:
         """Process what a call of an environment, or an agent's client, has brought."""
-        episodes = self._playing.get(outcome.episode)
-        if episodes is None:  # a client's request that came too late
+        if outcome.episode not in self._playing:  # a client's request that came too late
             for kind in self._kinds:
-                kind.on_outcome(outcome)
-        else:
-            self._proceed(outcome.episode, episodes.on_outcome(outcome))
+                kind.on_outcome(outcome, None)
+            return
+        episodes, episode = self._playing[outcome.episode]
+        self._proceed(outcome.episode, episodes.on_outcome(outcome, episode))
 
     def _proceed(self, key: int, requests: list[GenerationRequest]) -> None:
         """Submit the requests of an episode, and finish it if it has ended."""
         for request in requests:
             self._generator.submit(request)
-        if (ended := self._playing[key].ended(key)) is None:
+        _, episode = self._playing[key]
+        if not episode.ended:
             return
         del self._playing[key]
         self._generator.release(key)
         if (left := self._recorded.pop(key, None)) is not None:
             warn_of(left)
-        self._finished[key], trajectory = ended, ended.trajectory
+        trajectory = episode.finished()
+        self._finished[key] = trajectory, episode
         if (demonstration := self._demonstrations.pop(key, None)) is not None:
             del self._given[key]
             trajectory.demonstration = True

@@ -28,7 +28,6 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool, Environment
 from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest, on_one_path
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import (
-    Ended,
     RecordedAnswer,
     RecordedEpisode,
     digest_of_ids,
@@ -41,6 +40,7 @@ from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn,
 
 @dataclass
 class _Episode:
+    key: int
     spec: EpisodeSpec
     limits: Limits
     noise: np.random.Generator
@@ -152,6 +152,18 @@ class _Episode:
         ]
         return RecordedEpisode(answers, None if self.ended else noise_state(self.noise, self.before))
 
+    def unanswered(self) -> list[GenerationRequest]:
+        """Return the request that waits for its answer, which draws the same numbers again."""
+        if self.before is None:
+            return []
+        self.noise.bit_generator.state = self.before
+        return [_request(self)]
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
+        if record.noise is not None:
+            set_noise_state(self.noise, record.noise)
+
     def call(self, k: int) -> Call:
         """Return a turn with its prompt and its answer."""
         turn = self.turns[k]
@@ -183,53 +195,26 @@ class SteppedRollout:
     histories: Mapping[str | None, History]
     system_prompt: str | None
     append_final_observation: bool
-    _episodes: dict[int, _Episode] = field(default_factory=dict, init=False)
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> _Episode:
         """Let the environment of an episode begin."""
-        self._episodes[key] = _Episode(spec, limits, _noise(spec.stream))
         # A copy, since an environment may modify its row.
         self.pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
+        return _Episode(key, spec, limits, _noise(spec.stream))
 
-    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
+    def on_outcome(self, outcome: Outcome, episode: _Episode | None) -> list[GenerationRequest]:
         """Take what an environment's call has brought. Return what is to be sampled."""
-        key, episode = outcome.episode, self._episodes.get(outcome.episode)
         if episode is None:
             return []
         self._heard(outcome, episode)
-        return self._go_on(key, episode)
+        return self._go_on(episode)
 
-    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+    def on_output(self, output: GenerationOutput, episode: _Episode) -> list[GenerationRequest]:
         """Take an answer. Return what is to be sampled."""
-        key, episode = output.episode, self._episodes[output.episode]
         self._answered(output, episode)
-        return self._go_on(key, episode)
+        return self._go_on(episode)
 
-    def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return the request of an episode that waits for its answer, which draws the same numbers again."""
-        episode = self._episodes[key]
-        if episode.before is None:
-            return []
-        episode.noise.bit_generator.state = episode.before
-        return [_request(key, episode)]
-
-    def ended(self, key: int) -> Ended | None:
-        """Return an episode that has ended, once; None if it has not."""
-        if not self._episodes[key].ended:
-            return None
-        episode = self._episodes.pop(key)
-        return Ended(episode.finished(), episode.record)
-
-    def record(self, key: int) -> RecordedEpisode:
-        """Return the answers of an episode that has not ended."""
-        return self._episodes[key].record()
-
-    def replayed(self, key: int, record: RecordedEpisode) -> None:
-        """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
-        if record.noise is not None:
-            set_noise_state(self._episodes[key].noise, record.noise)
-
-    def _go_on(self, key: int, episode: _Episode) -> list[GenerationRequest]:
+    def _go_on(self, episode: _Episode) -> list[GenerationRequest]:
         """Return the next request of an episode, if there is one. Otherwise end the episode if it is over."""
         requests = []
         if episode.asked is not None and episode.stop_reason is None:
@@ -237,9 +222,9 @@ class SteppedRollout:
                 episode.stop_reason = StopReason.CONTEXT_FULL
             else:
                 episode.before = episode.noise.bit_generator.state
-                requests.append(_request(key, episode))
+                requests.append(_request(episode))
         if episode.stop_reason is not None:
-            episode.ended = not self._ends(key, episode)
+            episode.ended = not self._ends(episode)
         return requests
 
     def _heard(self, outcome: Outcome, episode: _Episode) -> None:
@@ -263,19 +248,19 @@ class SteppedRollout:
                         _check_return(episode.end_reward, episode)
                         episode.turns[-1].reward += episode.end_reward
 
-    def _ends(self, index: int, episode: _Episode) -> bool:
+    def _ends(self, episode: _Episode) -> bool:
         """Tell the environment that a limit of the trainer ends an episode; True if it answers with a reward."""
         assert episode.stop_reason is not None
         if episode.ending or not episode.turns or not episode.stop_reason.limit:
             return False
         episode.ending = True
-        return self.pool.end(index, str(episode.stop_reason))
+        return self.pool.end(episode.key, str(episode.stop_reason))
 
     def _start(self, outcome: Outcome, episode: _Episode) -> None:
         observation, episode.reset_info = validate_reset(outcome.value)
         observation = _cut(observation, episode)
         episode.first = episode.context = first_messages(observation, self.system_prompt)
-        self._propose(outcome.episode, episode)
+        self._propose(episode)
 
     def _observe(self, outcome: Outcome, episode: _Episode) -> None:
         observation, reward, terminated, truncated, info = validate_step(outcome.value)
@@ -292,27 +277,26 @@ class SteppedRollout:
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:
-            self._propose(outcome.episode, episode, delimited)
+            self._propose(episode, delimited)
             return
         if not terminated and self.append_final_observation and episode.room >= len(delimited):
             episode.extend(delimited, self.chat.pictures(as_messages(observation)))
 
-    def _propose(self, index: int, episode: _Episode, delimited: Sequence[int] = ()) -> None:
+    def _propose(self, episode: _Episode, delimited: Sequence[int] = ()) -> None:
         """Go on with the context, or with what it is rewritten to.
 
         Args:
-            index: The episode's.
             episode: The episode.
             delimited: What would be appended to the conversation.
         """
         history = self.histories.get(episode.spec.environment)
-        if history is full or (history is None and not self.pool.rewrites(index)):
+        if history is full or (history is None and not self.pool.rewrites(episode.key)):
             self._show(episode, episode.context, delimited=delimited)
             return
         tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self.chat.first(episode.context))
         context = Context(episode.context, episode.first, tokens, episode.limits.max_model_length)
         if history is None:
-            self.pool.context(index, context)
+            self.pool.context(episode.key, context)
             return
         messages, name = None, _name_of(history)
         with _costs(episode, name):
@@ -384,12 +368,12 @@ class SteppedRollout:
         question, episode.before = episode.asked.question, None
         episode.answer(output, text)
         if not question:
-            self.pool.step(output.episode, text)
+            self.pool.step(episode.key, text)
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:
             with _costs(episode):
-                self._propose(output.episode, episode)
+                self._propose(episode)
 
 
 def first_messages(observation: Observation, system_prompt: str | None) -> list[Message]:
@@ -406,10 +390,10 @@ def _cut(observation: Observation, episode: _Episode) -> Observation:
     return observation
 
 
-def _request(key: int, episode: _Episode) -> GenerationRequest:
+def _request(episode: _Episode) -> GenerationRequest:
     assert episode.asked is not None
     return GenerationRequest(
-        episode=key,
+        episode=episode.key,
         token_ids=list(episode.paths[-1]),
         max_new_tokens=min(episode.limits.max_new_tokens, episode.room),
         uniforms=lambda n: episode.noise.random(n).tolist(),

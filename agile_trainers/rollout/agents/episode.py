@@ -396,6 +396,14 @@ class AgentEpisode:
         """Return the requests that wait for their answers, each with its noise from the beginning."""
         return [self._requested(number) for number in sorted(self._pending)]
 
+    @property
+    def ended(self) -> bool:
+        """True once the agent has returned."""
+        return self.stop_reason is not None
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Leave the episode as it is: its answers draw no numbers of a common stream."""
+
     def record(self) -> RecordedEpisode:
         """Return the answers so far, those too that are not trained."""
         answered = [one for one in self._samples if one.choice is not None]
