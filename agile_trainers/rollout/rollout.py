@@ -19,7 +19,7 @@ _WAKE = "wake"
 """Outcome that belongs to no episode."""
 
 
-class Episode(Protocol):
+class PlayedEpisode(Protocol):
     """An episode of a rollout."""
 
     @property
@@ -42,7 +42,7 @@ class Episode(Protocol):
 class Episodes(Protocol):
     """The episodes of a rollout that go on in the same way: stepped environments, or agents."""
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> Episode:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> PlayedEpisode:
         """Let an episode begin."""
 
     def on_outcome(self, outcome: Outcome, episode: Any) -> list[GenerationRequest]:
@@ -71,10 +71,10 @@ class Rollout:
     sampling: BusyMeter
     kept: list[ref[Trajectory]] | None
     observers: Sequence[Callable[[Trajectory], None]] = ()
-    _playing: dict[int, tuple[Episodes, Episode]] = field(default_factory=dict, init=False)
+    _playing: dict[int, tuple[Episodes, PlayedEpisode]] = field(default_factory=dict, init=False)
     """Key of an episode that has begun and not ended to what plays it, and it."""
     _kinds: list[Episodes] = field(default_factory=list, init=False)
-    _finished: dict[int, tuple[Trajectory, Episode]] = field(default_factory=dict, init=False)
+    _finished: dict[int, tuple[Trajectory, PlayedEpisode]] = field(default_factory=dict, init=False)
     _recorded: dict[int, RecordedEpisode] = field(default_factory=dict, init=False)
     _demonstrations: dict[int, Demonstration] = field(default_factory=dict, init=False)
     _given: dict[int, list[GivenAnswer]] = field(default_factory=dict, init=False)
