@@ -284,10 +284,6 @@ class Trajectory:
         paths = [[*self.prompt_ids, *self.completion_ids]] if self.paths is None else self.paths
         return list(zip(paths, self.pictures or [[] for _ in paths], strict=True))
 
-    def key_of(self, k: int) -> list[int]:
-        """Return the tokens that turn ``k`` was sampled after, with the keys of images."""
-        return keyed(self.prompt_of(k), self.pictures[self.turns[k].path] if self.pictures else ())
-
     @property
     def _keys(self) -> list[list[int]]:
         """The paths, with the keys of images."""

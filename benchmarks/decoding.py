@@ -81,7 +81,7 @@ def decode(model: Qwen2ForCausalLM, side: str, kv: KVBatch, tokens: int) -> tupl
     batch = generator._batch
     assert batch is not None
     if side != "ours":
-        generator._attention._configs = []
+        generator._decoded_by = []
     if side == "transformers":
         copied = Cache(layer_class_to_replicate=DynamicLayer)
         for index, layer in enumerate(kv.layers):

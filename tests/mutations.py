@@ -416,8 +416,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an engine that served others is taken to have the policy still", "sampling/served_policy.py",
-        "        self._moved_at_construction = None\n        self._adapters().remove_adapter()",
-        "        self._adapters().remove_adapter()",
+        "        self._moved_at_construction = None\n        self.engine.remove_adapter()",
+        "        self.engine.remove_adapter()",
         "tests/trainers/test_served_policy.py -k others_were_served",
     ),
     Mutation(
@@ -883,7 +883,7 @@ MUTATIONS = [
     ),
     Mutation(
         "answers of an expert given twice after a checkpoint", "rollout/rollout.py",
-        "answered = len(self._recorded[key].answers) if key in self._recorded else 0", "answered = 0",
+        "spec.demonstration.answers[len(record.answers) :]", "spec.demonstration.answers[:]",
         "tests/rollout/test_background.py -k expert_goes_on",
     ),
     Mutation(
@@ -948,7 +948,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an old policy over all tokens", "step/log_probs.py",
-        "kept=kept_of(part)", "kept=None", f"{TRUNCATED_RUNS} -k ratios",
+        "scored=scored, part=part", "scored=scored", f"{TRUNCATED_RUNS} -k ratios",
     ),
     Mutation(
         "kept sets lost in a checkpoint", "rollout/replay.py",
@@ -1731,12 +1731,12 @@ MUTATIONS = [
     ),
     Mutation(
         "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/generator.py",
-        """        finally:
-            for config in configs:
-                config._attn_implementation = "sdpa\"""",
-        """        except KeyError:
-            for config in configs:
-                config._attn_implementation = "sdpa\"""", f"{DECODING} -k error_in_a_pass",
+        """    finally:
+        for config in configs:
+            config._attn_implementation = "sdpa\"""",
+        """    except KeyError:
+        for config in configs:
+            config._attn_implementation = "sdpa\"""", f"{DECODING} -k error_in_a_pass",
     ),
     Mutation(
         "under autocast every token casts the keys of the cache", "rollout/generators/transformers/kv_cache.py",
@@ -1930,7 +1930,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a template's rewrites are not looked for", "rollout/stepped.py",
-        "if not self._chat.goes_on(", "if False and not self._chat.goes_on(", "tests/rollout/test_template_forks.py",
+        "if not self.chat.goes_on(", "if False and not self.chat.goes_on(", "tests/rollout/test_template_forks.py",
     ),
     Mutation(
         "a rewritten context that does not fit is called full", "rollout/stepped.py",
@@ -2043,7 +2043,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment's own context is not asked for", "rollout/stepped.py",
-        "history is full or (history is None and not self._pool.rewrites(index))", "history is full or history is None",
+        "history is full or (history is None and not self.pool.rewrites(episode.key))", "history is full or history is None",
         "tests/rollout/test_history.py",
     ),
     Mutation(
@@ -3153,16 +3153,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a paused answer keeps the numbers that it drew", "rollout/stepped.py",
-        "episode.noise.bit_generator.state = episode.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
+        "self.noise.bit_generator.state = self.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
     ),
     Mutation(
         "a resumed episode draws its first numbers again", "rollout/stepped.py",
-        "set_noise_state(self._episodes[key].noise, record.noise)", "pass",
+        "set_noise_state(self.noise, record.noise)", "pass",
         "tests/rollout/test_open_rollout.py -k another_process",
     ),
     Mutation(
-        "a client's request is lost in a pause", "rollout/agents/rollout.py",
-        'return self._episodes[key].unanswered()',
+        "a client's request is lost in a pause", "rollout/agents/episode.py",
+        'return [self._requested(number) for number in sorted(self._pending)]',
         'return []',
         "tests/rollout/agents/test_pausing.py -k pauses_change_nothing",
     ),
@@ -3234,15 +3234,15 @@ MUTATIONS = [
         "tests/rollout/agents/test_pausing.py -k are_refused",
     ),
     Mutation(
-        "ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'episode = self._episodes.pop(key)',
-        'episode = self._episodes[key]',
+        "ended agents stay in the open rollout", "rollout/rollout.py",
+        'self._finished.pop(key)[0] for',
+        'self._finished[key][0] for',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
         "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'del self._episodes[self._keys.pop(episode)]',
-        'self._keys.pop(episode).upper()',
+        'del self._episodes[self.keys.pop(episode)]',
+        'self.keys.pop(episode).upper()',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
@@ -4153,7 +4153,7 @@ MUTATIONS = [
     Mutation(
         "a body is read before the key", "rollout/agents/server.py",
         "others = self._exchange.models(key)",
-        "await self._body(request)\n            others = self._exchange.models(key)",
+        "await self._body(request)\n        others = self._exchange.models(key)",
         SERVER,
     ),
     Mutation(
@@ -4304,8 +4304,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a request of an interrupted rollout waits for the next one", "rollout/agents/rollout.py",
-        '        self._server.__exit__(kind, error, trace)\n        self._refuse_posted()',
-        '        self._server.__exit__(kind, error, trace)',
+        '        self._server.__exit__(*error)\n        self._refuse_posted()',
+        '        self._server.__exit__(*error)',
         "tests/rollout/agents/test_faults.py -k between_the_end",
     ),
     Mutation(
@@ -4564,15 +4564,15 @@ MUTATIONS = [
     Mutation(
         "pixels are lost between sampler and trainer",
         "step/log_probs.py",
-        "                images=batch_images(part),\n",
-        "",
+        "scored=scored, part=part",
+        'scored=scored, part={name: value for name, value in part.items() if "image" not in name}',
         f"{IMAGE_RUNS} -k killed",
     ),
     Mutation(
         "the loss sees no images",
         "trainers/trainer.py",
-        "            images = batch_images(handed.inputs)\n",
-        "",
+        "scored, part = handed.batch.scored, handed.inputs",
+        "scored = handed.batch.scored",
         IMAGE_RUNS,
     ),
     Mutation(

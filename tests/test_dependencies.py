@@ -36,7 +36,10 @@ LOADED_WITH_AN_EXTRA = {
 }
 """Files that are imported only where the packages of an extra are installed; all others import these in functions."""
 PRIVATE = {
-    "adapters/roles.py": {"_active_adapter": "PEFT's setter changes requires_grad"},
+    "adapters/roles.py": {
+        "_active_adapter": "PEFT's setter changes requires_grad",
+        "_adapters": "PEFT has no public names of the adapters of a wrapper that is no tuner layer",
+    },
     "adapters/sharding.py": {
         "_fsdp_param_groups": "torch has no public reader of where FSDP2 reshards",
         "_get_fsdp_state": "the same",

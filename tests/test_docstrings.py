@@ -68,7 +68,8 @@ def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
         for child in node.body:
             if isinstance(child, ast.FunctionDef) and child.name == "__init__":
                 return parameters(child)
-        return {ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)}
+        fields = (child for child in node.body if isinstance(child, ast.AnnAssign))
+        return {ast.unparse(one.target) for one in fields if not re.search(r"KW_ONLY|init=False", ast.unparse(one))}
     every = node.args
     named = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
     return {one.arg for one in named if one is not None} - {"self", "cls"}

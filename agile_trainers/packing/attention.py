@@ -212,6 +212,12 @@ def _listed(chosen: np.ndarray, device: torch.device) -> tuple[torch.Tensor, tor
 # --------------------------------------------------------------------------------------------------------------- CPU
 
 
+_of_block = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Returns attention of one dense or causal block, and the log-sum-exp of its scores."""
+_of_block_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Returns the gradients of one block's queries, keys and values, given output and log-sum-exp over all blocks."""
+
+
 def trie_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie, scale: float) -> torch.Tensor:
     """Compute attention over a trie on a CPU.
 
@@ -244,13 +250,13 @@ class _TrieAttention(torch.autograd.Function):
         output = torch.empty((*queries.shape[:-1], v.size(-1)), dtype=wide)
         total = torch.empty(queries.shape[:-1], dtype=wide)
         for own, _ in _blocks(trie):
-            output[:, :, own], total[:, :, own] = _block(
-                queries[:, :, own], keys[:, :, own], values[:, :, own], True, scale
+            output[:, :, own], total[:, :, own] = _of_block(
+                queries[:, :, own], keys[:, :, own], values[:, :, own], 0.0, True, scale=scale
             )
         for own, below in _blocks(trie):
             if below is None:
                 continue
-            part, logs = _block(queries[:, :, below], keys[:, :, own], values[:, :, own], False, scale)
+            part, logs = _of_block(queries[:, :, below], keys[:, :, own], values[:, :, own], 0.0, False, scale=scale)
             before = total[:, :, below]
             after = torch.logaddexp(before, logs)
             merged = output[:, :, below].mul_((before - after).exp()[..., None])
@@ -274,16 +280,10 @@ class _TrieAttention(torch.autograd.Function):
             for reading, causal in ((own, True), (below, False)):
                 if reading is None:
                     continue
-                parts = _block_backward(
-                    grad[:, :, reading],
-                    queries[:, :, reading],
-                    keys[:, :, own],
-                    values[:, :, own],
-                    output[:, :, reading],
-                    total[:, :, reading],
-                    causal,
-                    ctx.scale,
-                )
+                parts = _of_block_backward(
+                    grad[:, :, reading], queries[:, :, reading], keys[:, :, own], values[:, :, own],
+                    output[:, :, reading], total[:, :, reading], 0.0, causal, scale=ctx.scale,
+                )  # fmt: skip
                 dq[:, :, reading] += parts[0]
                 for sums, part in ((dk, parts[1]), (dv, parts[2])):
                     summed = part.to(wide) if groups == 1 else part.to(wide).sum(dim=0, keepdim=True)
@@ -307,30 +307,3 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _flat(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.transpose(0, 1).flatten(0, 1)[None]
-
-
-def _block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention of one dense or causal block, and the log-sum-exp of its scores."""
-    output, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return output, logs
-
-
-def _block_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    total: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of one block's queries, keys and values, given output and log-sum-exp over all blocks."""
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, output, total, 0.0, causal, scale=scale
-        )
-    )
-    return parts

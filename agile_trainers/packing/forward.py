@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -148,7 +147,6 @@ class PackedForward:
         self, base: PreTrainedModel, kept_head: KeptHead = _UNSCALED, *, selects: bool = True, multiple: int = 1
     ) -> None:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
-        self._head = kept_head
         self._takes_positions, self._reader = takes_position_ids(base), reader_of(base)
         if selects:
             select_before_head(base, kept_head)
@@ -216,38 +214,6 @@ class PackedForward:
             return outputs
 
         return forward
-
-    def teaching(
-        self,
-        model: Forward,
-        base: PreTrainedModel,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        scored: torch.Tensor,
-        *,
-        pack: Pack | None,
-        paths: Paths | None,
-        forward: bool,
-    ) -> Teaching:
-        """Read a teacher's hidden states before the tokens ``scored`` (B, T), without gradient.
-
-        Args:
-            model: The teacher, wrapped for distributed training.
-            base: The teacher below its adapters.
-            ids: (B, L) int64, prompt and completion.
-            mask: (B, L), 1 on tokens.
-            scored: (B, T) bool.
-            pack: See :meth:`reading`.
-            paths: See :meth:`reading`.
-            forward: See :class:`~agile_trainers.packing.kept_head.Teaching`.
-        """
-        heard: list[torch.Tensor] = []
-        labels = ids.clone()
-        labels[:, : -scored.size(1)] = -100
-        given = {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
-        with torch.no_grad():
-            self.reading(model, scored, pack=pack, paths=paths)(heard=heard.append, **given)
-        return Teaching(heard[0], torch.no_grad()(partial(self._head.logits, base)), forward)
 
     def values(
         self,

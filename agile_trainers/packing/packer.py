@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +16,16 @@ from transformers.utils import logging
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.objectives.kept_sets import KeptSets
 from agile_trainers.packing.attention import BLOCK
-from agile_trainers.packing.forward import BatchImages, Forward, PackedForward, Taught, ValueReading
+from agile_trainers.packing.forward import BatchImages, Forward, Pack, PackedForward, Taught, ValueReading
 from agile_trainers.packing.kept_head import KeptHead, Teaching
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
 from agile_trainers.rollout.generators.architecture import same_up_to, takes_position_ids
-from agile_trainers.train_batch import READ, Batch, Paths, order_by_length, paths_of, read_inputs, rows_read
+from agile_trainers.train_batch import READ, Batch, order_by_length, paths_of, read_inputs, rows_read
 
 logger = logging.get_logger(__name__)
 
 
-def kept_of(part: Batch) -> KeptSets | None:
-    """Return the kept sets of the tokens (B * T,) of a micro-batch in TRL's form; None without any."""
-    return KeptSets.of(part["kept_words"], part["kept_sizes"]) if "kept_sizes" in part else None
-
-
-def batch_images(part: Batch) -> BatchImages | None:
+def _images_of(part: Batch) -> BatchImages | None:
     """Return the images of a micro-batch in TRL's form; None without any."""
     return BatchImages(part["image_features"], part["image_places"]) if "image_places" in part else None
 
@@ -71,7 +67,7 @@ class Packer:
         compiled: bool,
         kept_head: KeptHead,
     ) -> None:
-        self._mode, self._accelerator = mode, accelerator
+        self._mode, self._accelerator, self._head = mode, accelerator, kept_head
         bases = [base_model(model) for model in models]
         reasons = [why_padded(model, base) for model, base in zip(models, bases, strict=True)]
         reason = next((r for r in [forbidden, *reasons] if r is not None), None)
@@ -199,40 +195,67 @@ class Packer:
 
     # ----------------------------------------------------------------------------------------------------- passes
 
+    @property
+    def _pack(self) -> Pack | None:
+        return self._pays if self.packs else None
+
+    def _base(self, model: Any) -> PreTrainedModel:
+        return base_model(self._accelerator.unwrap_model(model, keep_torch_compile=False))
+
     def _forward(self, model: Any) -> PackedForward:
-        return self._forwards[id(base_model(self._accelerator.unwrap_model(model, keep_torch_compile=False)))]
+        return self._forwards[id(self._base(model))]
 
     def reading(
         self,
         model: Forward,
         scored: torch.Tensor | None,
+        part: Batch | None = None,
         values: ValueReading | None = None,
-        paths: Paths | None = None,
-        kept: KeptSets | None = None,
-        images: BatchImages | None = None,
         taught: Taught | None = None,
     ) -> Forward:
-        """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
-        pack = self._pays if self.packs else None
+        """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`.
+
+        Args:
+            model: The model, wrapped for distributed training.
+            scored: (B, T) bool, the completion tokens whose log-probability is asked for. None: all.
+            part: The micro-batch in TRL's form, for its paths, kept sets and images. Default: it has none.
+            values: Values to read in the same pass.
+            taught: A teacher to compare with in the same pass.
+        """
+        part = part or {}
         return self._forward(model).reading(
-            model, scored, pack=pack, values=values, paths=paths, kept=kept, images=images, taught=taught
+            model,
+            scored,
+            pack=self._pack,
+            values=values,
+            paths=paths_of(part),
+            kept=KeptSets.of(part["kept_words"], part["kept_sizes"]) if "kept_sizes" in part else None,
+            images=_images_of(part),
+            taught=taught,
         )
 
     def teaching(self, model: Forward, part: Batch, scored: torch.Tensor, *, forward: bool) -> Teaching:
-        """Read a teacher's hidden states before the tokens ``scored`` (B, T); see :meth:`PackedForward.teaching`."""
-        base = base_model(self._accelerator.unwrap_model(model, keep_torch_compile=False))
-        ids, mask = read_inputs(part).values()
-        pack = self._pays if self.packs else None
-        return self._forwards[id(base)].teaching(
-            model, base, ids, mask, scored, pack=pack, paths=paths_of(part), forward=forward
-        )
+        """Read a teacher's hidden states before the tokens ``scored`` (B, T), without gradient.
+
+        Args:
+            model: The teacher, wrapped for distributed training.
+            part: The micro-batch in TRL's form, with hints.
+            scored: (B, T) bool.
+            forward: See :class:`~agile_trainers.packing.kept_head.Teaching`.
+        """
+        base, heard = self._base(model), list[torch.Tensor]()
+        labels = read_inputs(part)["input_ids"].clone()
+        labels[:, : -scored.size(1)] = -100
+        reading = self._forwards[id(base)].reading(model, scored, pack=self._pack, paths=paths_of(part))
+        with torch.no_grad():
+            reading(**read_inputs(part), labels=labels, fused_lm_head=True, heard=heard.append)
+        return Teaching(heard[0], torch.no_grad()(partial(self._head.logits, base)), forward)
 
     def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:
         """Read a critic's values (B, U) at positions (B, U); see :meth:`PackedForward.values`."""
         paths = paths_of(part)
         ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
-        pack = self._pays if self.packs else None
-        return self._forward(model).values(model, ids, mask, positions, pack, paths, batch_images(part))
+        return self._forward(model).values(model, ids, mask, positions, self._pack, paths, _images_of(part))
 
 
 MARGIN = 0.95

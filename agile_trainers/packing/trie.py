@@ -99,24 +99,18 @@ def shared_prefixes(
         number that the episode before has too, 0 for the first.
     """
     rows, _ = _rows(ids, mask)
+    own = [[row] for row in rows]
     if episodes is not None:
-        return _shared_by_episodes(rows, episodes.tolist())
-    order = _sorted(rows)
-    shared = [0] + [_common(rows[a], rows[b]) for a, b in pairwise(order)]
-    lengths = [len(rows[i]) for i in order]
-    return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared[: len(order)])
-
-
-def _shared_by_episodes(rows: list[np.ndarray], episodes: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute :func:`shared_prefixes` of episodes of several rows, by their first rows' order."""
-    own: list[list[np.ndarray]] = [[] for _ in range(episodes[-1] + 1)]
-    for row, episode in zip(rows, episodes, strict=True):
-        own[episode].append(row)
+        numbers = episodes.tolist()
+        own = [[] for _ in range(numbers[-1] + 1)]
+        for row, episode in zip(rows, numbers, strict=True):
+            own[episode].append(row)
+    # By their first rows.
     order = _sorted([them[_sorted(them)[0]] for them in own])
     lengths = [_distinct(own[i]) for i in order]
     together = [_distinct(own[a] + own[b]) for a, b in pairwise(order)]
     shared = [0] + [a + b - both for (a, b), both in zip(pairwise(lengths), together, strict=True)]
-    return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared)
+    return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared[: len(order)])
 
 
 def _distinct(rows: list[np.ndarray]) -> int:

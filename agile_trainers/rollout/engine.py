@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from weakref import ref
 
@@ -18,9 +18,10 @@ from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.rollout import Episodes, Rollout
 from agile_trainers.rollout.spec import EpisodeSpec, Limits, cut_observation
 from agile_trainers.rollout.stepped import SteppedRollout, first_messages
-from agile_trainers.types import Message, Trajectory
+from agile_trainers.types import Trajectory
 
 
+@dataclass(eq=False, repr=False)
 class RolloutEngine:
     """Plays episodes asynchronously: each requests its next turn as soon as its environment has answered.
 
@@ -36,33 +37,23 @@ class RolloutEngine:
             fit, so that the value of its final state can be read there. Costs tokens; ``bootstrap_at_limits`` needs it.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        chat: ChatRenderer,
-        limits: Limits,
-        *,
-        environment_limits: Mapping[str, Limits] | None = None,
-        histories: Mapping[str | None, History] | None = None,
-        system_prompt: str | None = None,
-        append_final_observation: bool = False,
-    ):
-        self.pool = pool
-        self.chat = chat
-        self.limits = limits
-        self.environment_limits = environment_limits or {}
-        self.histories = histories or {}
-        self.system_prompt = system_prompt
-        self.append_final_observation = append_final_observation
-        self.reports_success: set[str | None] = set()
-        """Names of the environments of which an episode has reported its success, on any process; others fill it."""
-        self.waiting = BusyMeter()
-        """Measures when a caller waits for episodes."""
-        self.observers: list[Callable[[Trajectory], None]] = []
-        """Called with each trajectory of any rollout when it ends."""
-        self._sampling = BusyMeter()
-        self._played: list[ref[Trajectory]] = []
-        """Trajectories of the last rollout."""
+    pool: EnvironmentPool
+    chat: ChatRenderer
+    limits: Limits
+    _: KW_ONLY
+    environment_limits: Mapping[str, Limits] = field(default_factory=dict)
+    histories: Mapping[str | None, History] = field(default_factory=dict)
+    system_prompt: str | None = None
+    append_final_observation: bool = False
+    reports_success: set[str | None] = field(default_factory=set, init=False)
+    """Names of the environments of which an episode has reported its success, on any process; others fill it."""
+    waiting: BusyMeter = field(default_factory=BusyMeter, init=False)
+    """Measures when a caller waits for episodes."""
+    observers: list[Callable[[Trajectory], None]] = field(default_factory=list, init=False)
+    """Called with each trajectory of any rollout when it ends."""
+    _sampling: BusyMeter = field(default_factory=BusyMeter, init=False)
+    _played: list[ref[Trajectory]] = field(default_factory=list, init=False)
+    """Trajectories of the last rollout."""
 
     def run(
         self, specs: Sequence[EpisodeSpec], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -106,11 +97,7 @@ class RolloutEngine:
             # Nothing of an interrupted rollout may reach the next one.
             resources.callback(self.pool.abandon)
             stepped = SteppedRollout(
-                self.pool,
-                self.chat,
-                self.histories,
-                system_prompt=self.system_prompt,
-                append_final_observation=self.append_final_observation,
+                self.pool, self.chat, self.histories, self.system_prompt, self.append_final_observation
             )
 
             @cache
@@ -157,10 +144,7 @@ class RolloutEngine:
         self.limits = shorter(self.limits)
         self.environment_limits = {name: shorter(limits) for name, limits in self.environment_limits.items()}
 
-    def cut(self, observation: Observation, environment: str | None = None) -> tuple[Observation, bool]:
-        """Cut an observation to its environment's limit; see :func:`cut_observation`."""
-        return cut_observation(observation, self.limits_of(environment).max_observation_length)
-
-    def render(self, observation: Observation) -> list[Message]:
-        """Convert a first observation to messages, with the system prompt."""
-        return first_messages(observation, self.system_prompt)
+    def first_prompt(self, observation: Observation, environment: str | None = None) -> list[int]:
+        """Return the ids of a first prompt: a first observation, cut to its environment's limit, with the system prompt."""
+        cut, _ = cut_observation(observation, self.limits_of(environment).max_observation_length)
+        return self.chat.first(first_messages(cut, self.system_prompt))

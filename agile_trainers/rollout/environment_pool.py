@@ -181,9 +181,7 @@ class EnvironmentPool:
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
         """Start an episode of the environment ``name`` once ``max_environments`` allows it; see :meth:`outcomes`."""
-        self._names[episode] = name
-        self._queued.append(partial(self._call, episode, "reset", seed, options))
-        self._start_queued()
+        self._queue(episode, name, "reset", seed, options)
 
     def step(self, episode: int, action: str) -> None:
         """Send an action; :meth:`outcomes` returns the outcome."""
@@ -198,9 +196,7 @@ class EnvironmentPool:
 
         ``timeout`` counts for the whole episode, without the time from :meth:`pause` to :meth:`go_on`.
         """
-        self._names[episode] = name
-        self._queued.append(partial(self._call, episode, "play", model, task))
-        self._start_queued()
+        self._queue(episode, name, "play", model, task)
 
     def pause(self) -> None:
         """Let the time of agents' episodes stand still, since nobody answers their requests."""
@@ -385,6 +381,11 @@ class EnvironmentPool:
         if self._watch is not None:
             self._watch()
             self._watch = None
+
+    def _queue(self, episode: int, name: str | None, method: str, *arguments: Any) -> None:
+        self._names[episode] = name
+        self._queued.append(partial(self._call, episode, method, *arguments))
+        self._start_queued()
 
     def _start_queued(self) -> None:
         while self._queued and len(self._playing) < self.max_environments:

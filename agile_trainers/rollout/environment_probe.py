@@ -94,15 +94,13 @@ def probe_environment(
         if not (terminated or truncated) and pool.end(0, StopReason.MAX_TURNS):
             validate_end(_outcome(pool))
         reusable = True
-    except EnvironmentProtocolError as error:
-        raise EnvironmentProtocolError(f"{name} cannot be played:\n- {error}") from error
     except InlineTimeoutError:
         raise
     except BaseException as error:
         pass_on_interrupt(error)
-        raise EnvironmentProtocolError(
-            f"{name} cannot be played:\n- {method} raised {describe_error(error)}"
-        ) from error
+        broken = isinstance(error, EnvironmentProtocolError)
+        why = error if broken else f"{method} raised {describe_error(error)}"
+        raise EnvironmentProtocolError(f"{name} cannot be played:\n- {why}") from error
     finally:
         pool.release(0, reusable=reusable)
     if start[0] == "":
@@ -145,7 +143,7 @@ def check_first_prompt(
             f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
             "choose advantage_granularity='turn'."
         )
-    length = _prompt_tokens(engine, observation, environment)
+    length = len(engine.first_prompt(observation, environment))
     if not length:
         raise ValueError(  # transformers makes an empty tokenizer where a folder has none
             f"The tokenizer of {engine.chat.tokenizer_name} makes no tokens of the first prompt, {observation!r:.200}. If "
@@ -182,11 +180,7 @@ def planned_tokens(engine: RolloutEngine, starts: Mapping[str | None, ResetResul
             )
         if start is None:
             return limits.max_model_length
-        turn = _prompt_tokens(engine, start[0], name) + limits.max_new_tokens
+        turn = len(engine.first_prompt(start[0], name)) + limits.max_new_tokens
         return min(limits.max_turns * turn, limits.max_model_length)
 
     return max(of(name, start) for name, start in starts.items())
-
-
-def _prompt_tokens(engine: RolloutEngine, observation: Any, environment: str | None) -> int:
-    return len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))

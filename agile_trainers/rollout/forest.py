@@ -121,14 +121,34 @@ def conversation(calls: Sequence[Call], stop_reason: StopReason, **options: Any)
     assert whole.paths is not None
     if len(whole.paths) > 1 or any(one.place + one.end - one.start > two.place for one, two in pairwise(whole.turns)):
         raise ValueError("The calls do not extend each other; make the episode with forest().")
-    path, start = whole.paths[0], whole.turns[0].place
-    logprobs, kept = [0.0] * (len(path) - start), [b""] * (len(path) - start)
-    for turn, call in zip(whole.turns, calls, strict=True):
-        turn.start, turn.end, turn.place = turn.place - start, turn.place - start + len(call.answer_ids), 0
-        logprobs[turn.start : turn.end] = call.logprobs
-        kept[turn.start : turn.end] = call.kept or [b""] * len(call.answer_ids)
-    sets = None if whole.kept is None else kept
-    return replace(whole, completion_ids=path[start:], sampling_logprobs=logprobs, kept=sets, paths=None)
+    fields = on_one_path(whole.paths[0], whole.turns, [call.logprobs for call in calls], [call.kept for call in calls])
+    return replace(whole, paths=None, **fields)
+
+
+def on_one_path(
+    path: list[int], turns: Sequence[Turn], logprobs: Sequence[list[float]], kept: Sequence[list[bytes] | None]
+) -> dict[str, Any]:
+    """Return the fields of an ordinary episode: its path becomes prompt and completion, and each turn a part of this.
+
+    Args:
+        path: The whole conversation.
+        turns: The turns, by their places in it.
+        logprobs: The log-probabilities of each turn's tokens.
+        kept: Their kept sets, if there are any.
+    """
+    prompt, placed = turns[0].place if turns else len(path), list[Turn]()
+    values, sets = [0.0] * (len(path) - prompt), [b""] * (len(path) - prompt)
+    for turn, sampled, own in zip(turns, logprobs, kept, strict=True):
+        start, end = turn.place - prompt, turn.place - prompt + len(sampled)
+        values[start:end], sets[start:end] = sampled, own or [b""] * len(sampled)
+        placed.append(replace(turn, start=start, end=end, place=0))
+    return {
+        "prompt_ids": path[:prompt],
+        "completion_ids": path[prompt:],
+        "sampling_logprobs": values,
+        "kept": None if all(own is None for own in kept) else sets,
+        "turns": placed,
+    }
 
 
 def _kept(calls: Sequence[Call]) -> list[bytes] | None:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, Generator
 from agile_trainers.rollout.spec import GivenAnswer
-from agile_trainers.types import Trajectory, keyed
+from agile_trainers.types import keyed
 
 logger = logging.get_logger(__name__)
 
@@ -58,15 +58,6 @@ class RecordedEpisode:
             if answer.kept is not None:
                 answer.kept = [b64decode(kept) for kept in answer.kept]
         return cls(answers, record["noise"])
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An episode that has ended."""
-
-    trajectory: Trajectory
-    record: Callable[[], RecordedEpisode]
-    """Returns its answers."""
 
 
 def digest_of_ids(token_ids: Sequence[int]) -> str:

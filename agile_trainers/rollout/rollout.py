@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 from weakref import ref
 
 from agile_trainers.rollout.environment_pool import BusyMeter, EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.rollout.replay import DemonstratingGenerator, Ended, RecordedEpisode, ReplayingGenerator, warn_of
+from agile_trainers.rollout.replay import DemonstratingGenerator, RecordedEpisode, ReplayingGenerator, warn_of
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer, Limits
 from agile_trainers.types import Trajectory
 
@@ -17,31 +19,40 @@ _WAKE = "wake"
 """Outcome that belongs to no episode."""
 
 
+class PlayedEpisode(Protocol):
+    """An episode of a rollout."""
+
+    @property
+    def ended(self) -> bool:
+        """True once it has ended."""
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """Return the requests that wait for their answers, to be sampled again from the same noise."""
+
+    def record(self) -> RecordedEpisode:
+        """Return the answers so far."""
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Note that it was given all answers of its record."""
+
+    def finished(self) -> Trajectory:
+        """Return an episode that has ended."""
+
+
 class Episodes(Protocol):
     """The episodes of a rollout that go on in the same way: stepped environments, or agents."""
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> PlayedEpisode:
         """Let an episode begin."""
 
-    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
-        """Take what the pool has for an episode, also for one that has ended. Return what is to be sampled."""
+    def on_outcome(self, outcome: Outcome, episode: Any) -> list[GenerationRequest]:
+        """Take what the pool has for an episode; None for one that has ended. Return what is to be sampled."""
 
-    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+    def on_output(self, output: GenerationOutput, episode: Any) -> list[GenerationRequest]:
         """Take an answer. Return what is to be sampled."""
 
-    def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return the requests of an episode that wait for their answers, to be sampled again from the same noise."""
 
-    def ended(self, key: int) -> Ended | None:
-        """Return an episode that has ended, once; None if it has not."""
-
-    def record(self, key: int) -> RecordedEpisode:
-        """Return the answers of an episode that has not ended."""
-
-    def replayed(self, key: int, record: RecordedEpisode) -> None:
-        """Note that an episode was given all answers of its record."""
-
-
+@dataclass(eq=False, repr=False)
 class Rollout:
     """Episodes under way; see :meth:`~agile_trainers.rollout.engine.RolloutEngine.open`.
 
@@ -54,26 +65,23 @@ class Rollout:
         observers: Called with each trajectory when it ends.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        limits_of: Callable[[str | None], Limits],
-        episodes_of: Callable[[str | None], Episodes],
-        sampling: BusyMeter,
-        kept: list[ref[Trajectory]] | None,
-        observers: Sequence[Callable[[Trajectory], None]] = (),
-    ) -> None:
-        self._observers = observers
-        self._pool, self._limits_of, self._episodes_of = pool, limits_of, episodes_of
-        self._sampling, self._kept = sampling, kept
-        self._playing: dict[int, Episodes] = {}
-        """Key of an episode that has begun and not ended to what plays it."""
-        self._kinds: list[Episodes] = []
-        self._finished: dict[int, Ended] = {}
-        self._recorded: dict[int, RecordedEpisode] = {}
-        self._demonstrations: dict[int, Demonstration] = {}
-        self._given: dict[int, list[GivenAnswer]] = {}
-        """Key of an episode of an expert to the answers that are left."""
+    pool: EnvironmentPool
+    limits_of: Callable[[str | None], Limits]
+    episodes_of: Callable[[str | None], Episodes]
+    sampling: BusyMeter
+    kept: list[ref[Trajectory]] | None
+    observers: Sequence[Callable[[Trajectory], None]] = ()
+    _playing: dict[int, tuple[Episodes, PlayedEpisode]] = field(default_factory=dict, init=False)
+    """Key of an episode that has begun and not ended to what plays it, and it."""
+    _kinds: list[Episodes] = field(default_factory=list, init=False)
+    _finished: dict[int, tuple[Trajectory, PlayedEpisode]] = field(default_factory=dict, init=False)
+    _recorded: dict[int, RecordedEpisode] = field(default_factory=dict, init=False)
+    _demonstrations: dict[int, Demonstration] = field(default_factory=dict, init=False)
+    _given: dict[int, list[GivenAnswer]] = field(default_factory=dict, init=False)
+    """Key of an episode of an expert to the answers that are left."""
+    _generator: Generator = field(init=False)
+    """The generator that plays, inside of :meth:`playing` only, as the next."""
+    _on_finish: Callable[[Trajectory], None] | None = field(init=False)
 
     @property
     def under_way(self) -> int:
@@ -90,20 +98,17 @@ class Rollout:
             specs: Their specifications.
             recorded: What :meth:`record` returned of them in an earlier process: these answers are given again.
         """
-        if recorded is not None:
-            for key, record in zip(keys, recorded, strict=True):
-                if record.answers:
-                    self._recorded[key] = record
-        for key, spec in zip(keys, specs, strict=True):
-            episodes = self._episodes_of(spec.environment)
+        records = [RecordedEpisode() for _ in keys] if recorded is None else recorded
+        for key, spec, record in zip(keys, specs, records, strict=True):
+            if record.answers:
+                self._recorded[key] = record
+            episodes = self.episodes_of(spec.environment)
             if episodes not in self._kinds:
                 self._kinds.append(episodes)
-            self._playing[key] = episodes
             if spec.demonstration is not None:
                 self._demonstrations[key] = spec.demonstration
-                answered = len(self._recorded[key].answers) if key in self._recorded else 0
-                self._given[key] = spec.demonstration.answers[answered:]
-            episodes.start(key, spec, self._limits_of(spec.environment))
+                self._given[key] = spec.demonstration.answers[len(record.answers) :]
+            self._playing[key] = episodes, episodes.start(key, spec, self.limits_of(spec.environment))
 
     def play(
         self, keys: Sequence[int], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -136,7 +141,7 @@ class Rollout:
 
     def take(self, keys: Sequence[int]) -> list[Trajectory]:
         """Return the trajectories of episodes that have ended, once."""
-        return [self._finished.pop(key).trajectory for key in keys]
+        return [self._finished.pop(key)[0] for key in keys]
 
     def play_until(
         self, done: Callable[[], bool], generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
@@ -161,45 +166,40 @@ class Rollout:
             generator = DemonstratingGenerator(generator, self._given)
         if self._recorded:
             generator = ReplayingGenerator(
-                generator, self._recorded, lambda key, record: self._playing[key].replayed(key, record)
+                generator, self._recorded, lambda key, record: self._playing[key][1].replayed(record)
             )
         # One that tells when it has an answer need not be asked again and again.
         listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         if listen is not None:
             listen(self.wake)
-        self._pool.go_on()
-        for key, episodes in self._playing.items():
-            for request in episodes.unanswered(key):
+        self.pool.go_on()
+        for _, episode in self._playing.values():
+            for request in episode.unanswered():
                 generator.submit(request)
+        self._generator, self._on_finish = generator, on_finish
         try:
-            yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
+            yield partial(self._step_until, tells=listen is not None)
         finally:
-            self._sampling.end(self)
-            self._pool.pause()
-            for key, episodes in self._playing.items():
-                if episodes.unanswered(key):
+            del self._generator, self._on_finish  # a cache on a GPU goes with its generator
+            self.sampling.end(self)
+            self.pool.pause()
+            for key, (_, episode) in self._playing.items():
+                if episode.unanswered():
                     generator.release(key)
 
-    def _step_until(
-        self,
-        done: Callable[[], bool],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None,
-        *,
-        tells: bool,
-    ) -> None:
-        sampling = self._sampling
+    def _step_until(self, done: Callable[[], bool], *, tells: bool) -> None:
+        sampling, generator = self.sampling, self._generator
         while self.under_way and not done():
             pending = generator.pending > 0
             sampling.set(self, tells and pending)
-            outcomes = self._pool.outcomes(block=tells or not pending, posted=tells and pending)
+            outcomes = self.pool.outcomes(block=tells or not pending, posted=tells and pending)
             if not pending and not outcomes:
                 raise RuntimeError(
                     f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
                 )
             for outcome in outcomes:
                 if outcome.method != _WAKE:
-                    self._on_outcome(outcome, generator, on_finish)
+                    self._on_outcome(outcome)
             if tells or not done():  # a step may last as long as an answer that nobody waits for
                 # One that tells samples elsewhere, the others in `step`.
                 sampling.set(self, generator.pending > 0)
@@ -207,12 +207,12 @@ class Rollout:
                 if not tells:
                     sampling.end(self)
                 for output in outputs:
-                    requests = self._playing[output.episode].on_output(output)
-                    self._proceed(output.episode, requests, generator, on_finish)
+                    episodes, episode = self._playing[output.episode]
+                    self._proceed(output.episode, episodes.on_output(output, episode))
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
-        self._pool.post(Outcome(-1, _WAKE))
+        self.pool.post(Outcome(-1, _WAKE))
 
     def record(self, keys: Sequence[int]) -> list[RecordedEpisode]:
         """Return the answers of some episodes so far, ended or not, from which another process plays them on."""
@@ -220,47 +220,42 @@ class Rollout:
 
     def _record(self, key: int) -> RecordedEpisode:
         if (ended := self._finished.get(key)) is not None:
-            return ended.record()
-        record = self._playing[key].record(key)
+            return ended[1].record()
+        record = self._playing[key][1].record()
         if (left := self._recorded.get(key)) is not None:  # it is being played again itself
             return RecordedEpisode([*record.answers, *left.answers], left.noise)
         return record
 
-    def _on_outcome(
-        self, outcome: Outcome, generator: Generator, on_finish: Callable[[Trajectory], None] | None
-    ) -> None:
+    def _on_outcome(self, outcome: Outcome) -> None:
         """Process what a call of an environment, or an agent's client, has brought."""
-        episodes = self._playing.get(outcome.episode)
-        if episodes is None:  # a client's request that came too late
+        if outcome.episode not in self._playing:  # a client's request that came too late
             for kind in self._kinds:
-                kind.on_outcome(outcome)
-        else:
-            self._proceed(outcome.episode, episodes.on_outcome(outcome), generator, on_finish)
+                kind.on_outcome(outcome, None)
+            return
+        episodes, episode = self._playing[outcome.episode]
+        self._proceed(outcome.episode, episodes.on_outcome(outcome, episode))
 
-    def _proceed(
-        self,
-        key: int,
-        requests: list[GenerationRequest],
-        generator: Generator,
-        on_finish: Callable[[Trajectory], None] | None,
-    ) -> None:
+    def _proceed(self, key: int, requests: list[GenerationRequest]) -> None:
         """Submit the requests of an episode, and finish it if it has ended."""
         for request in requests:
-            generator.submit(request)
-        if (ended := self._playing[key].ended(key)) is None:
+            self._generator.submit(request)
+        _, episode = self._playing[key]
+        if not episode.ended:
             return
         del self._playing[key]
-        generator.release(key)
+        self._generator.release(key)
         if (left := self._recorded.pop(key, None)) is not None:
             warn_of(left)
-        self._finished[key], trajectory = ended, ended.trajectory
+        trajectory = episode.finished()
+        self._finished[key] = trajectory, episode
         if (demonstration := self._demonstrations.pop(key, None)) is not None:
             del self._given[key]
             trajectory.demonstration = True
             demonstration.check(trajectory)
-        if self._kept is not None and not trajectory.stop_reason.failed:
-            trajectory.environment = self._pool.environment(key)
-            self._kept.append(ref(trajectory))
-        self._pool.release(key, reusable=not trajectory.stop_reason.failed)
-        for observe in (*self._observers, *([] if on_finish is None else [on_finish])):
-            observe(trajectory)
+        if self.kept is not None and not trajectory.stop_reason.failed:
+            trajectory.environment = self.pool.environment(key)
+            self.kept.append(ref(trajectory))
+        self.pool.release(key, reusable=not trajectory.stop_reason.failed)
+        for observe in (*self.observers, self._on_finish):
+            if observe is not None:
+                observe(trajectory)

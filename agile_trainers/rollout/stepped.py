@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,9 @@ from agile_trainers.envs.images import check_images
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
-from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest
+from agile_trainers.rollout.forest import OF_TURNS, Call, Fork, forest, on_one_path
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import (
-    Ended,
     RecordedAnswer,
     RecordedEpisode,
     digest_of_ids,
@@ -42,6 +40,7 @@ from agile_trainers.types import Message, Picture, StopReason, Trajectory, Turn,
 
 @dataclass
 class _Episode:
+    key: int
     spec: EpisodeSpec
     limits: Limits
     noise: np.random.Generator
@@ -139,15 +138,31 @@ class _Episode:
             after = self.paths[last.path][last.place + last.end :]
             return forest([self.call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
         fields["pictures"] = self.pictures if any(self.pictures) else None
-        path = self.paths[0] if self.paths else []
-        prompt = self.turns[0].place if self.turns else len(path)
-        logprobs, kept = [0.0] * (len(path) - prompt), [b""] * (len(path) - prompt)
-        for turn, sampled, sets in zip(self.turns, self.logprobs, self.kept, strict=True):
-            turn.start, turn.end, turn.place = turn.place - prompt, turn.place - prompt + turn.end, 0
-            logprobs[turn.start : turn.end] = sampled
-            kept[turn.start : turn.end] = sets or [b""] * len(sampled)
-        fields["kept"] = kept if any(sets is not None for sets in self.kept) else None
-        return Trajectory(path[:prompt], path[prompt:], logprobs, self.turns, self.stop_reason, **fields)
+        fields |= on_one_path(self.paths[0] if self.paths else [], self.turns, self.logprobs, self.kept)
+        return Trajectory(stop_reason=self.stop_reason, **fields)
+
+    def record(self) -> RecordedEpisode:
+        """Return the answers so far."""
+        calls = [self.call(k) for k in range(len(self.turns))]
+        answers = [
+            RecordedAnswer(
+                digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept
+            )
+            for it in calls
+        ]
+        return RecordedEpisode(answers, None if self.ended else noise_state(self.noise, self.before))
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """Return the request that waits for its answer, which draws the same numbers again."""
+        if self.before is None:
+            return []
+        self.noise.bit_generator.state = self.before
+        return [_request(self)]
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
+        if record.noise is not None:
+            set_noise_state(self.noise, record.noise)
 
     def call(self, k: int) -> Call:
         """Return a turn with its prompt and its answer."""
@@ -163,6 +178,7 @@ class _Episode:
         )
 
 
+@dataclass(eq=False, repr=False)
 class SteppedRollout:
     """Plays the episodes of a rollout whose environments are stepped (:class:`~agile_trainers.rollout.rollout.Episodes`).
 
@@ -174,72 +190,31 @@ class SteppedRollout:
         append_final_observation: Append the last observation of a truncated episode.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        chat: ChatRenderer,
-        histories: Mapping[str | None, History],
-        *,
-        system_prompt: str | None = None,
-        append_final_observation: bool = False,
-    ) -> None:
-        self._pool, self._chat, self._histories = pool, chat, histories
-        self._system_prompt, self._append_final_observation = system_prompt, append_final_observation
-        self._episodes: dict[int, _Episode] = {}
+    pool: EnvironmentPool
+    chat: ChatRenderer
+    histories: Mapping[str | None, History]
+    system_prompt: str | None
+    append_final_observation: bool
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> _Episode:
         """Let the environment of an episode begin."""
-        self._episodes[key] = _Episode(spec, limits, _noise(spec.stream))
         # A copy, since an environment may modify its row.
-        self._pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
+        self.pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
+        return _Episode(key, spec, limits, _noise(spec.stream))
 
-    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
+    def on_outcome(self, outcome: Outcome, episode: _Episode | None) -> list[GenerationRequest]:
         """Take what an environment's call has brought. Return what is to be sampled."""
-        key, episode = outcome.episode, self._episodes.get(outcome.episode)
         if episode is None:
             return []
         self._heard(outcome, episode)
-        return self._go_on(key, episode)
+        return self._go_on(episode)
 
-    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+    def on_output(self, output: GenerationOutput, episode: _Episode) -> list[GenerationRequest]:
         """Take an answer. Return what is to be sampled."""
-        key, episode = output.episode, self._episodes[output.episode]
         self._answered(output, episode)
-        return self._go_on(key, episode)
+        return self._go_on(episode)
 
-    def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return the request of an episode that waits for its answer, which draws the same numbers again."""
-        episode = self._episodes[key]
-        if episode.before is None:
-            return []
-        episode.noise.bit_generator.state = episode.before
-        return [_request(key, episode)]
-
-    def ended(self, key: int) -> Ended | None:
-        """Return an episode that has ended, once; None if it has not."""
-        if not self._episodes[key].ended:
-            return None
-        trajectory = self._episodes.pop(key).finished()
-        return Ended(trajectory, partial(_record_of, trajectory))
-
-    def record(self, key: int) -> RecordedEpisode:
-        """Return the answers of an episode that has not ended."""
-        episode = self._episodes[key]
-        calls = [episode.call(k) for k in range(len(episode.turns))]
-        answers = [
-            RecordedAnswer(
-                digest_of_ids(keyed(it.prompt_ids, it.pictures)), it.answer_ids, it.logprobs, it.finish_reason, it.kept
-            )
-            for it in calls
-        ]
-        return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
-
-    def replayed(self, key: int, record: RecordedEpisode) -> None:
-        """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
-        if record.noise is not None:
-            set_noise_state(self._episodes[key].noise, record.noise)
-
-    def _go_on(self, key: int, episode: _Episode) -> list[GenerationRequest]:
+    def _go_on(self, episode: _Episode) -> list[GenerationRequest]:
         """Return the next request of an episode, if there is one. Otherwise end the episode if it is over."""
         requests = []
         if episode.asked is not None and episode.stop_reason is None:
@@ -247,9 +222,9 @@ class SteppedRollout:
                 episode.stop_reason = StopReason.CONTEXT_FULL
             else:
                 episode.before = episode.noise.bit_generator.state
-                requests.append(_request(key, episode))
+                requests.append(_request(episode))
         if episode.stop_reason is not None:
-            episode.ended = not self._ends(key, episode)
+            episode.ended = not self._ends(episode)
         return requests
 
     def _heard(self, outcome: Outcome, episode: _Episode) -> None:
@@ -273,25 +248,25 @@ class SteppedRollout:
                         _check_return(episode.end_reward, episode)
                         episode.turns[-1].reward += episode.end_reward
 
-    def _ends(self, index: int, episode: _Episode) -> bool:
+    def _ends(self, episode: _Episode) -> bool:
         """Tell the environment that a limit of the trainer ends an episode; True if it answers with a reward."""
         assert episode.stop_reason is not None
         if episode.ending or not episode.turns or not episode.stop_reason.limit:
             return False
         episode.ending = True
-        return self._pool.end(index, str(episode.stop_reason))
+        return self.pool.end(episode.key, str(episode.stop_reason))
 
     def _start(self, outcome: Outcome, episode: _Episode) -> None:
         observation, episode.reset_info = validate_reset(outcome.value)
         observation = _cut(observation, episode)
-        episode.first = episode.context = first_messages(observation, self._system_prompt)
-        self._propose(outcome.episode, episode)
+        episode.first = episode.context = first_messages(observation, self.system_prompt)
+        self._propose(episode)
 
     def _observe(self, outcome: Outcome, episode: _Episode) -> None:
         observation, reward, terminated, truncated, info = validate_step(outcome.value)
         _check_return(reward, episode)
         observation = _cut(observation, episode)
-        delimited = [] if terminated else self._chat.delimited(observation, episode.paths[-1][-1])
+        delimited = [] if terminated else self.chat.delimited(observation, episode.paths[-1][-1])
         turn = episode.turns[-1]
         turn.observation, turn.reward, turn.info = observation, reward, info
         episode.context += as_messages(observation)
@@ -302,27 +277,26 @@ class SteppedRollout:
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:
-            self._propose(outcome.episode, episode, delimited)
+            self._propose(episode, delimited)
             return
-        if not terminated and self._append_final_observation and episode.room >= len(delimited):
-            episode.extend(delimited, self._chat.pictures(as_messages(observation)))
+        if not terminated and self.append_final_observation and episode.room >= len(delimited):
+            episode.extend(delimited, self.chat.pictures(as_messages(observation)))
 
-    def _propose(self, index: int, episode: _Episode, delimited: Sequence[int] = ()) -> None:
+    def _propose(self, episode: _Episode, delimited: Sequence[int] = ()) -> None:
         """Go on with the context, or with what it is rewritten to.
 
         Args:
-            index: The episode's.
             episode: The episode.
             delimited: What would be appended to the conversation.
         """
-        history = self._histories.get(episode.spec.environment)
-        if history is full or (history is None and not self._pool.rewrites(index)):
+        history = self.histories.get(episode.spec.environment)
+        if history is full or (history is None and not self.pool.rewrites(episode.key)):
             self._show(episode, episode.context, delimited=delimited)
             return
-        tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self._chat.first(episode.context))
+        tokens = len(episode.paths[-1]) + len(delimited) if episode.paths else len(self.chat.first(episode.context))
         context = Context(episode.context, episode.first, tokens, episode.limits.max_model_length)
         if history is None:
-            self._pool.context(index, context)
+            self.pool.context(episode.key, context)
             return
         messages, name = None, _name_of(history)
         with _costs(episode, name):
@@ -346,14 +320,14 @@ class SteppedRollout:
             messages = validate_context(messages, source)
             # Every message has a token of its own.
             least = sum(len(text_of(one)) + 1 for one in messages)
-            if least > episode.limits.max_model_length * self._chat.longest_token:
+            if least > episode.limits.max_model_length * self.chat.longest_token:
                 episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
                 return
         known = episode.context
         unchanged, episode.context = messages == known, messages
         if not episode.turns:
             episode.prompt = messages
-            episode.begin(messages, self._chat.first(messages), self._chat.pictures(messages))
+            episode.begin(messages, self.chat.first(messages), self.chat.pictures(messages))
             if not episode.paths[-1]:
                 raise EnvironmentProtocolError(
                     f"{source or 'reset()'} returned {messages!r}, which tokenizes to nothing."
@@ -372,46 +346,34 @@ class SteppedRollout:
         if said:
             roles = [message["role"] for message in episode.begun]
             before = messages[: len(messages) - len(said) - 1]
-            if not self._chat.goes_on(before, roles, path[last.place :], said):
+            if not self.chat.goes_on(before, roles, path[last.place :], said):
                 fork = Fork.TEMPLATE
         if fork is None:
-            delimited = self._chat.delimited(said, path[-1]) if delimited is None or not unchanged else delimited
+            delimited = self.chat.delimited(said, path[-1]) if delimited is None or not unchanged else delimited
             room = episode.room - len(delimited)
             if room < 1:
                 episode.stop_reason = StopReason.CONTEXT_FULL
-            if room >= 1 or (self._append_final_observation and room == 0):
+            if room >= 1 or (self.append_final_observation and room == 0):
                 check_images(messages)
-                episode.extend(delimited, self._chat.pictures(said))
+                episode.extend(delimited, self.chat.pictures(said))
         else:
-            episode.begin(messages, self._chat.first(messages, sampled=True), self._chat.pictures(messages))
+            episode.begin(messages, self.chat.first(messages, sampled=True), self.chat.pictures(messages))
             if episode.room < 1:
                 episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
         episode.ask(None if unchanged and fork is None else messages, fork, question)
 
     def _answered(self, output: GenerationOutput, episode: _Episode) -> None:
-        text = self._chat.decode(output.token_ids)
+        text = self.chat.decode(output.token_ids)
         assert episode.asked is not None
         question, episode.before = episode.asked.question, None
         episode.answer(output, text)
         if not question:
-            self._pool.step(output.episode, text)
+            self.pool.step(episode.key, text)
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         else:
             with _costs(episode):
-                self._propose(output.episode, episode)
-
-
-def _record_of(ended: Trajectory) -> RecordedEpisode:
-    """Return the answers of an episode that has ended."""
-    answers = []
-    for k, turn in enumerate(ended.turns):
-        logprobs = ended.sampling_logprobs[turn.start : turn.end]
-        kept = None if ended.kept is None else ended.kept[turn.start : turn.end]
-        answers.append(
-            RecordedAnswer(digest_of_ids(ended.key_of(k)), ended.action_of(k), logprobs, turn.finish_reason, kept)
-        )
-    return RecordedEpisode(answers)
+                self._propose(episode)
 
 
 def first_messages(observation: Observation, system_prompt: str | None) -> list[Message]:
@@ -428,10 +390,10 @@ def _cut(observation: Observation, episode: _Episode) -> Observation:
     return observation
 
 
-def _request(key: int, episode: _Episode) -> GenerationRequest:
+def _request(episode: _Episode) -> GenerationRequest:
     assert episode.asked is not None
     return GenerationRequest(
-        episode=key,
+        episode=episode.key,
         token_ids=list(episode.paths[-1]),
         max_new_tokens=min(episode.limits.max_new_tokens, episode.room),
         uniforms=lambda n: episode.noise.random(n).tolist(),

@@ -236,18 +236,8 @@ def explain(
     )
 
 
-@dataclass(frozen=True)
-class MismatchReport:
-    """Metrics and warning of one generation batch."""
-
-    metrics: dict[str, float]
-    """Under TRL's names; empty without a token that counts."""
-    warning: str | None
-    """The likely cause, if the mismatch is too large."""
-
-
-class MismatchMonitor:
-    """Measures the training-inference mismatch of every generation batch, and explains or raises when it is too large.
+class MismatchMonitor(MismatchMeter):
+    """A meter that explains the mismatch of a generation batch, or raises, when it is too large.
 
     Args:
         accelerator: The trainer's.
@@ -259,35 +249,29 @@ class MismatchMonitor:
     def __init__(
         self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions], delivery: Delivery
     ) -> None:
-        self.meter, self._bound, self._conditions = MismatchMeter(accelerator), bound, conditions
-        self.delivery = delivery
+        super().__init__(accelerator)
+        self._bound, self._conditions, self.delivery = bound, conditions, delivery
         self._first: float | None = None
         self._usual = 0.0
         """The least mean mismatch so far, since the policy that plays was last in question."""
 
-    @property
-    def is_open(self) -> bool:
-        """True while a generation batch is measured."""
-        return self.meter.is_open
-
-    def open(self) -> None:
-        """Start a generation batch."""
-        self.meter.open()
-
-    def close(self, *, is_first_step: bool) -> MismatchReport:
-        """End the batch and return its mismatch, the same on all ranks.
+    def close(self, *, is_first_step: bool) -> tuple[dict[str, float], str | None]:
+        """End the batch and explain its mismatch, the same on all ranks.
 
         Args:
             is_first_step: True before the first optimizer step. A resumed run is past its first batch and only warns.
+
+        Returns:
+            Metrics under TRL's names, empty without a token that counts; and the likely cause, if the mismatch is too large.
 
         Raises:
             SamplerMismatchError: If the sampler is found to play another policy. Also in the run's first batch, if the
                 mismatch is too large and rounding cannot be the reason.
         """
-        mismatch = self.meter.read()
+        mismatch = self.read()
         if mismatch is None:
             self.delivery.close()
-            return MismatchReport({}, None)
+            return {}, None
         conditions, is_first = self._conditions(), self._first is None and is_first_step
         bound = self._bound or (EXACT if conditions.exact else ROUNDED)
         first = self._first = mismatch.mean if self._first is None else self._first
@@ -298,7 +282,7 @@ class MismatchMonitor:
             raise SamplerMismatchError(text)
         self.delivery.close()
         name = "sampling/sampling_logp_difference"
-        return MismatchReport({f"{name}/mean": mismatch.mean, f"{name}/max": mismatch.maximum}, text)
+        return {f"{name}/mean": mismatch.mean, f"{name}/max": mismatch.maximum}, text
 
     def _played(self, mean: float, bound: float, conditions: Conditions) -> tuple[str, float] | None:
         """Find out what the sampler plays, if the mismatch is large, or larger than it was."""

@@ -46,6 +46,10 @@ class ServedPolicy(ABC):
     """The class of generators on the engine."""
     _keeps_adapter = True
     """True if the adapter that construction moved is certain to be there at the first rollout."""
+    _group: dist.ProcessGroup | None = None
+    """The processes that share an engine; None where each has its own."""
+    engine: Any
+    """The engine, an :class:`~agile_trainers.rollout.generators.vllm.adapter_host.AdapterHost`."""
 
     def __init__(
         self, args: Any, model: torch.nn.Module, accelerator: Any, distribution: Any, max_model_length: int | None
@@ -55,7 +59,6 @@ class ServedPolicy(ABC):
         self._reader = reader_of(base_model(model))
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
         self.dtype = compute_dtype(args, model)
-        self._group = self._make_group(args)
         rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
         self._moved_at_construction: tuple[int, bytes] | None = None
         self.served: dict[int, Any] = {}
@@ -75,34 +78,31 @@ class ServedPolicy(ABC):
 
     @abstractmethod
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        """Make the engine, or connect to it."""
+        """Make :attr:`engine`, or connect to it."""
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         """Move an adapter to the engine and return its bytes."""
-        return int(self._adapters().load_adapter(weights, config))
+        return int(self.engine.load_adapter(weights, config))
 
     def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[Any, int]:
         """Serve a further adapter; return what requests name it by, and its bytes."""
-        added: tuple[Any, int] = self._adapters().add_adapter(weights, config)
+        added: tuple[Any, int] = self.engine.add_adapter(weights, config)
         return added
 
     @abstractmethod
     def _move_whole(self) -> int:
         """Move a model that is trained whole to the engine and return its bytes."""
 
-    @abstractmethod
-    def _adapters(self) -> Any:
-        """Return the engine, an :class:`~agile_trainers.rollout.generators.vllm.adapter_host.AdapterHost`."""
-
     @property
-    @abstractmethod
     def max_adapters(self) -> int | None:
         """Number of adapters that :meth:`serving_several` takes; None without a limit."""
+        most: int | None = self.engine.max_adapters
+        return most
 
     @property
     def max_model_length(self) -> int:
         """Tokens of a conversation that the engine takes."""
-        return int(self._adapters().max_model_length)
+        return int(self.engine.max_model_length)
 
     @contextmanager
     def generator(
@@ -121,7 +121,7 @@ class ServedPolicy(ABC):
             adapter_of: Returns the adapter of :meth:`serving_several` that an episode is sampled with. Default: the policy.
         """
         made = self._generator_class(
-            self._adapters(), eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
+            self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of,
             reader=self._reader,
         )  # fmt: skip
         with closing(made), self._sampling(made) as sampling:
@@ -132,12 +132,8 @@ class ServedPolicy(ABC):
         """Let a generator sample while the block runs."""
         yield made
 
-    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
-        """Make the group of processes that share an engine; None where each has its own."""
-        return None
-
-    def _wake(self, part: str) -> None:
-        """Give a sleeping engine the memory of its ``"weights"`` or its ``"kv_cache"``."""
+    def _wake(self, *parts: str) -> None:
+        """Give an engine that sleeps between rollouts the memory of its ``"weights"`` or its ``"kv_cache"``."""
         return
 
     def _sleep(self) -> None:
@@ -173,15 +169,13 @@ class ServedPolicy(ABC):
     @contextmanager
     def serving(self) -> Iterator[int]:
         """Wake the engine with the current policy; yield the bytes that were moved."""
-        if self._sleeps:
-            self._wake("weights")
+        self._wake("weights")
         moved = self._sync_if_changed()
         if self._group is not None:
             # As TRL does: the gradients' last messages must be through before vLLM sends its own.
             self._accelerator.wait_for_everyone()
         with offloaded(self._model, self._offloads):
-            if self._sleeps:
-                self._wake("kv_cache")
+            self._wake("kv_cache")
             try:
                 yield moved
             finally:
@@ -193,17 +187,15 @@ class ServedPolicy(ABC):
 
         The policy's own adapter is taken away; the next :meth:`serving` moves it again.
         """
-        if self._sleeps:
-            self._wake("weights")
-            self._wake("kv_cache")
+        self._wake("weights", "kv_cache")
         self.release()
         served: list[Any] = []
         try:
-            served += (self._adapters().add_adapter(weights, config)[0] for weights, config in adapters)
+            served += (self.engine.add_adapter(weights, config)[0] for weights, config in adapters)
             yield served
         finally:
             for one in served:
-                self._adapters().drop_adapter(one)
+                self.engine.drop_adapter(one)
             self._sleep()
 
     def serve_versions(self, wanted: Collection[int], holding: Callable[[int], AbstractContextManager[None]]) -> int:
@@ -228,7 +220,7 @@ class ServedPolicy(ABC):
 
     def _drop_adapter(self, adapter: Any) -> None:
         """Unload an adapter that :meth:`serve_versions` has loaded."""
-        self._adapters().drop_adapter(adapter)
+        self.engine.drop_adapter(adapter)
 
     @abstractmethod
     def close(self) -> None:
@@ -237,7 +229,7 @@ class ServedPolicy(ABC):
     def release(self) -> None:
         """Take the policy's adapter from the engine."""
         self._moved_at_construction = None
-        self._adapters().remove_adapter()
+        self.engine.remove_adapter()
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> bytes:

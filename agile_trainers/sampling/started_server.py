@@ -14,7 +14,6 @@ import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -139,30 +138,9 @@ def _end(keeper: subprocess.Popen[bytes]) -> None:
         keeper.wait()
 
 
-@dataclass
-class OwnServer:
-    """The server of a run, as each of its processes knows it; the first one has started it."""
-
-    url: str
-    log: str
-    """File of its output."""
-    started: StartedServer | None
-    """None in the other processes."""
-
-    @property
-    def when_gone(self) -> str:
-        """Advice for when it does not answer any more."""
-        return f"The trainer started it, and its output is in {self.log}. Resume from the last checkpoint."
-
-    def close(self) -> None:
-        """End it."""
-        if self.started is not None:
-            self.started.close()
-
-
 def start_server(
     args: Any, model: torch.nn.Module, accelerator: Any, *, dtype: torch.dtype, rows: int, max_model_length: int | None
-) -> OwnServer:
+) -> tuple[str, str, StartedServer | None]:
     """Start a server for the base of the policy in the first process; all others wait until it is up.
 
     Args:
@@ -172,6 +150,9 @@ def start_server(
         dtype: In which the trainer computes.
         rows: Requests of a process at the same time.
         max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+
+    Returns:
+        Its address, the file of its output, and in the first process the server.
 
     Raises:
         RuntimeError: If it does not start.
@@ -215,8 +196,7 @@ def start_server(
         raise error
     if told is None:
         raise RuntimeError("The first process could not start the vLLM server; it says why.")
-    url, log = told
-    return OwnServer(url, log, started)
+    return *told, started
 
 
 def _start(command: list[str], args: Any, environment: dict[str, str], where: str) -> StartedServer:

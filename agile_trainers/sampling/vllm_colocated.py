@@ -101,15 +101,14 @@ class VllmPolicy(ServedPolicy):
     """
 
     _generator_class = VllmGenerator
+    engine: VllmEngine
     _owns_engine = False
     """False while the engine is another's, or not made yet."""
 
-    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
-        return _group(self._accelerator, args.vllm_tensor_parallel_size)
-
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
+        self._group = _group(accelerator, parallel)
+        check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         if args.max_model_length is None and max_model_length is not None and accelerator.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(accelerator.device)[1] * args.vllm_gpu_memory_utilization)
             stored = served_quantization(self._model) is not None
@@ -136,8 +135,7 @@ class VllmPolicy(ServedPolicy):
             self.started |= vllm_options(base_model(self._model).config.model_type)
         if shared.engine is not None and shared.started == self.started:
             self.engine = shared.engine
-            for part in ("weights", "kv_cache") if self._sleeps else ():
-                self._wake(part)
+            self._wake("weights", "kv_cache")
             return
         self.engine = make_engine(self._model, **{name: it for name, it in self.started.items() if name != "base"})
         self._owns_engine = lent is None or shared.engine is not None
@@ -156,16 +154,9 @@ class VllmPolicy(ServedPolicy):
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
-    def _wake(self, part: str) -> None:
-        self.engine.engine.wake_up([part])
-
-    def _adapters(self) -> VllmEngine:
-        return self.engine
-
-    @property
-    def max_adapters(self) -> int:
-        """Number of adapters that the engine serves at the same time."""
-        return self.engine.max_adapters
+    def _wake(self, *parts: str) -> None:
+        for part in parts if self._sleeps else ():
+            self.engine.engine.wake_up([part])
 
     @contextmanager
     def _sampling(self, made: VllmGenerator) -> Iterator[Generator]:

@@ -16,7 +16,7 @@ from agile_trainers.adapters.roles import base_model
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.sampling.served_policy import ServedPolicy
-from agile_trainers.sampling.started_server import OwnServer, start_server
+from agile_trainers.sampling.started_server import StartedServer, start_server
 from agile_trainers.sampling.vllm_checks import (
     base_source,
     check_server,
@@ -42,9 +42,10 @@ class ServerPolicy(ServedPolicy):
     """
 
     overlaps = True
+    engine: VllmServers
     _generator_class = ServerGenerator
     _keeps_adapter = False  # the server may be restarted in between
-    _started: OwnServer | None = None
+    _started: StartedServer | None = None
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         if self._config is not None:
@@ -56,10 +57,11 @@ class ServerPolicy(ServedPolicy):
             )
         model, more = self._model, dict[str, str]()
         if args.vllm_server_start:
-            self._started = start_server(
+            url, log, self._started = start_server(
                 args, model, self._accelerator, dtype=self.dtype, rows=rows, max_model_length=max_model_length
             )
-            urls, more = [self._started.url], {"when_gone": self._started.when_gone}
+            gone = f"The trainer started it, and its output is in {log}. Resume from the last checkpoint."
+            urls, more = [url], {"when_gone": gone}
         else:
             urls = server_urls(args)
         if self._config is None and len(urls) > 1:
@@ -73,7 +75,6 @@ class ServerPolicy(ServedPolicy):
                 timeout=args.vllm_server_timeout,
                 max_batch_size=rows,
                 vocab_size=base_model(model).config.get_text_config().vocab_size,
-                folder=Path(args.output_dir) / "vllm",
                 **more,
             )
             for url in urls
@@ -92,8 +93,8 @@ class ServerPolicy(ServedPolicy):
             check_slots(server.info, server.url, args.batches_ahead)
             if self._reader is not None:
                 server.check_images()
-        self.server = VllmServers(servers)
-        self._on_main(self.server.drop_left)
+        self.engine = VllmServers(servers, Path(args.output_dir) / "vllm")
+        self._on_main(self.engine.drop_left)
         if self._config is None:
             self._whole = VLLMGeneration(
                 model,
@@ -109,29 +110,29 @@ class ServerPolicy(ServedPolicy):
         """End the server if the trainer has started it; take the policy's adapters from another. Their files are deleted."""
         if self._started is not None:
             self._started.close()
-        if hasattr(self, "server"):
-            self.server.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
-        moved, self.server.adapter = self._on_main(
-            lambda: (self.server.load_adapter(weights, config), self.server.adapter)
+        moved, self.engine.adapter = self._on_main(
+            lambda: (self.engine.load_adapter(weights, config), self.engine.adapter)
         )
         return moved if self._accelerator.is_main_process else 0
 
     def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
-        return self._on_main(lambda: self.server.add_adapter(weights, config))
+        return self._on_main(lambda: self.engine.add_adapter(weights, config))
 
     def _drop_adapter(self, adapter: str) -> None:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
-        self._on_main(lambda: self.server.drop_adapter(adapter))
+        self._on_main(lambda: self.engine.drop_adapter(adapter))
 
     def _on_main(self, act: Callable[[], _Result]) -> _Result:
         """Let the first process change what the servers serve; all get its result, and use the servers that it uses."""
         told: list[Any] = [None, None]
         if self._accelerator.is_main_process:
-            told = [act(), self.server.used]
-        result, self.server.used = broadcast_object_list(told)
+            told = [act(), self.engine.used]
+        result, self.engine.used = broadcast_object_list(told)
         return cast(_Result, result)
 
     def _move_whole(self) -> int:
@@ -140,11 +141,3 @@ class ServerPolicy(ServedPolicy):
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self._whole._weight_metadata
         )
-
-    def _adapters(self) -> VllmServers:
-        return self.server
-
-    @property
-    def max_adapters(self) -> None:
-        """The server loads an adapter again that it had no more room for."""
-        return None

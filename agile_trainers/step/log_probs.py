@@ -14,10 +14,10 @@ from trl.trainer.utils import use_adapter
 from agile_trainers.adapters.roles import REFERENCE
 from agile_trainers.objectives.drift import DECISION, decision_weights, drift_metrics, drift_weights, turn_ratios
 from agile_trainers.objectives.mismatch import importance_weights, mismatch_metrics
-from agile_trainers.packing.packer import Packer, batch_images, kept_of
+from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import TurnWeights
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import gather_rows, length_sorted_batches, paths_of, read_inputs
+from agile_trainers.train_batch import gather_rows, length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
 TOKENS = 1000
@@ -143,13 +143,7 @@ class LogProbPasses:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
             log_probs, _, _ = self._log_probs(
-                model,
-                **read_inputs(part),
-                logits_to_keep=length,
-                scored=scored,
-                paths=paths_of(part),
-                kept=kept_of(part),
-                images=batch_images(part),
+                model, **read_inputs(part), logits_to_keep=length, scored=scored, part=part
             )
             # At least float32; float64 if the model computes in it.
             log_probs = log_probs.to(torch.promote_types(log_probs.dtype, computed.dtype))

@@ -23,12 +23,12 @@ from agile_trainers.objectives.distillation import (
     teacher_credit,
 )
 from agile_trainers.packing.kept_head import Teaching
-from agile_trainers.packing.packer import Packer, kept_of
+from agile_trainers.packing.packer import Packer
 from agile_trainers.sampling.teacher_server import TeacherServer
 from agile_trainers.step.credit import TurnMeans
 from agile_trainers.step.log_probs import TokenLogProbs
 from agile_trainers.step.loss import FirstPass, LossPass, denominator_of, divisor
-from agile_trainers.train_batch import TrainBatch, paths_of, read_inputs, with_hints
+from agile_trainers.train_batch import TrainBatch, read_inputs, with_hints
 from agile_trainers.types import Trajectory
 
 logger = logging.get_logger(__name__)
@@ -216,9 +216,10 @@ class Teacher:
                 continue
             part = batch if len(rows) == len(every) else batch.rows(rows)
             fields = with_hints(part.to_trl())
-            inputs = {"scored": part.counted, "paths": paths_of(fields), "kept": kept_of(fields)}
             with self._playing(model, teacher) as playing:
-                read, *_ = self._log_probs(playing, **read_inputs(fields), logits_to_keep=found.size(1), **inputs)
+                read, *_ = self._log_probs(
+                    playing, **read_inputs(fields), logits_to_keep=found.size(1), scored=part.counted, part=fields
+                )
             found = found.to(read.dtype).index_copy(0, own, read if len(rows) == len(own) else read[own])
         return found
 

@@ -443,7 +443,7 @@ def _make_step(
     turn_means = [TurnMeans("entropy"), *(part.means for part in added)]
     token_batches.observers = [
         *(means.remember for means in turn_means),
-        mismatch.meter.remember,
+        mismatch.remember,
         critic.remember,
         partial(remember_attributes, offloading),
     ]

@@ -34,7 +34,6 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries.trl_tools import from_environment_factory
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.progress import close_tables, use_table
-from agile_trainers.packing.packer import batch_images, kept_of
 from agile_trainers.step.batch import MadeBatch, updates_again
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import NoCritic
@@ -43,7 +42,7 @@ from agile_trainers.step.loss import FirstPass, LossInputs, LossOutput, LossPass
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.step.teacher import KEPT, Teacher
 from agile_trainers.step.token_batches import TokenBatch, gathering_ragged
-from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, paths_of, read_inputs
+from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, read_inputs
 from agile_trainers.trainers import setup as construction
 from agile_trainers.trainers.arguments import (
     check_argument_names,
@@ -490,13 +489,13 @@ class MultiTurnTrainer(_Trainer):
         if log_probs.old is not None:
             counted = trained & log_probs.scored[:, None]
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
-            self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
     def _close_mismatch(self) -> None:
-        closed = self.mismatch.close(is_first_step=self.state.global_step == 0)
-        self._add_metrics(closed.metrics)
-        self.health.diagnosis.note("sampler_mismatch", closed.warning)
+        metrics, warning = self.mismatch.close(is_first_step=self.state.global_step == 0)
+        self._add_metrics(metrics)
+        self.health.diagnosis.note("sampler_mismatch", warning)
 
     @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -585,19 +584,16 @@ class MultiTurnTrainer(_Trainer):
         model: Any,
         *args: Any,
         scored: torch.Tensor | None = None,
-        paths: Any = None,
-        kept: Any = None,
-        images: Any = None,
+        part: Batch | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute as TRL does, of the tokens ``scored`` (B, T), reading ``paths`` and ``images``, over the sets ``kept``."""
+        """Compute as TRL does, of the tokens ``scored`` (B, T) of a micro-batch ``part`` in TRL's form."""
         handed, values, taught = self._loss_pass, None, None
         if handed is not None:
-            scored, paths, kept = handed.batch.scored, paths_of(handed.inputs), kept_of(handed.inputs)
-            images = batch_images(handed.inputs)
+            scored, part = handed.batch.scored, handed.inputs
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
             taught = handed.taught
-        model = self.packer.reading(model, scored, values, paths, kept, images, taught)
+        model = self.packer.reading(model, scored, part, values, taught)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
             return log_probs, entropies, aux_loss
@@ -608,7 +604,7 @@ class MultiTurnTrainer(_Trainer):
         if self.mismatch.is_open:
             assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.mismatch.meter.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
         return log_probs, entropies, aux_loss
 
     @with_episodes

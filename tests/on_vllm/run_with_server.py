@@ -21,5 +21,5 @@ if __name__ == "__main__":
     if fork == 0:
         time.sleep(300)
         os._exit(0)
-    print("ids", trainer.sampler.vllm._started.started._keeper.pid, fork, flush=True)
+    print("ids", trainer.sampler.vllm._started._keeper.pid, fork, flush=True)
     sys.stdin.readline()

@@ -25,8 +25,12 @@ def play(model: Path | str, output: Path) -> None:
     )  # fmt: skip
     batches = watched(trainer)
     trainer.train()
-    server = trainer.sampler.vllm._started
-    result = {"url": server.url, "started": server.started is not None, "said": [said(one) for one in batches]}
+    policy = trainer.sampler.vllm
+    result = {
+        "url": policy.engine.servers[0].url,
+        "started": policy._started is not None,
+        "said": [said(one) for one in batches],
+    }
     (output / f"rank-{rank}.json").write_text(json.dumps(result))
     trainer.save_model(str(output / "end"))
 

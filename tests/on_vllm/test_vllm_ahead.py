@@ -205,7 +205,7 @@ def test_a_server_of_two_that_dies_costs_no_token(embedded_model: Path, tmp_path
     with serving(embedded_model, 256, more=["--max-loras", "8"]) as other:
         where = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url},{other.url}"}
         whole, batches = trained(embedded_model, tmp_path / "whole", 1, **where)
-        assert whole.sampler.vllm.server.used == (0, 1)
+        assert whole.sampler.vllm.engine.used == (0, 1)
         trainer = make_trainer(embedded_model, tmp_path / "killed", batches_ahead=1, **{**RUN, **where})
         answer, killed = VllmServer.generate, []
 
@@ -222,6 +222,6 @@ def test_a_server_of_two_that_dies_costs_no_token(embedded_model: Path, tmp_path
             trainer.train()
         finally:
             VllmServer.generate = answer  # type: ignore[method-assign]
-        assert killed and trainer.sampler.vllm.server.used == (0,)
+        assert killed and trainer.sampler.vllm.engine.used == (0,)
     assert batches == [said(one) for one in others]
     assert_same(weights(whole), weights(trainer))

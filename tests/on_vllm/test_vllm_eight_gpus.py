@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.rollout.generators.vllm.server import VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/eight_gpus.md").read_text(encoding="utf-8")
@@ -99,8 +100,8 @@ def test_a_server_with_data_parallelism_answers_by_the_adapter(tmp_path: Path) -
     more = smaller(SERVERS[0], **{"--tensor-parallel-size": "1"})
     more += ["--data-parallel-size", "2", "--api-server-count", "1"]
     with serving(folder, LENGTH, more=more) as served:
-        server = VllmServer(served.url, timeout=0, max_batch_size=16, vocab_size=1000)
-        assert server.client.get_world_size() == 2
+        server = VllmServers([VllmServer(served.url, timeout=0, max_batch_size=16, vocab_size=1000)])
+        assert server.servers[0].client.get_world_size() == 2
         torch.manual_seed(0)
         adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), adapter)
@@ -115,7 +116,7 @@ def test_a_server_with_data_parallelism_answers_by_the_adapter(tmp_path: Path) -
         with torch.no_grad():
             ours = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
         assert answers() == {tuple(ours)} != base
-        server.files.close()
+        server.close()
 
 
 def test_two_processes_train_on_the_server(served: tuple[Path, Served], tmp_path: Path) -> None:

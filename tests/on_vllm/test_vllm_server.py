@@ -276,7 +276,7 @@ def test_a_server_that_dies_leaves_a_checkpoint(
         )
         monkeypatch.setattr(Fatal, "happens", happens, raising=False)
         # TRL's client would ask for a minute.
-        run.sampler.vllm.server.servers[0].client.session.mount("http://", HTTPAdapter(max_retries=0))  # type: ignore[union-attr]
+        run.sampler.vllm.engine.servers[0].client.session.mount("http://", HTTPAdapter(max_retries=0))  # type: ignore[union-attr]
         return run
 
     monkeypatch.setattr(Fatal, "at", None)

@@ -20,6 +20,7 @@ from peft import get_peft_model_state_dict
 
 from agile_trainers.rollout.generators.vllm import server as server_module
 from agile_trainers.rollout.generators.vllm.server import VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 
 class Gateway(ThreadingHTTPServer):
@@ -77,11 +78,11 @@ def gateway() -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def server(gateway: Gateway, tmp_path: Path) -> VllmServer:
-    return VllmServer(gateway.url, timeout=0, max_batch_size=2, vocab_size=VOCAB, folder=tmp_path)
+def server(gateway: Gateway, tmp_path: Path) -> VllmServers:
+    return VllmServers([VllmServer(gateway.url, timeout=0, max_batch_size=2, vocab_size=VOCAB)], tmp_path)
 
 
-def load(server: VllmServer) -> None:
+def load(server: VllmServers) -> None:
     model = policy(1)
     server.load_adapter(get_peft_model_state_dict(model), model.peft_config["default"])
 

@@ -42,9 +42,9 @@ def ended(processes: list[psutil.Process]) -> bool:
 def test_the_trainer_starts_a_server_and_ends_it(embedded_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN)
     policy: Any = trainer.sampler.vllm
-    server = tree(psutil.Process(policy._started.started._keeper.pid))
+    server = tree(psutil.Process(policy._started._keeper.pid))
     assert len(server) >= 3, "the keeper, the server, its engine"
-    assert policy.server.servers[0].info["lora_config"]["max_loras"] == 3
+    assert policy.engine.servers[0].info["lora_config"]["max_loras"] == 3
     trainer.train()
     mismatches = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
     assert len(mismatches) == 2 and max(mismatches) < 1e-3
@@ -53,7 +53,7 @@ def test_the_trainer_starts_a_server_and_ends_it(embedded_model: Path, tmp_path:
     with pytest.raises(
         ConnectionError, match=r"The trainer started it, and its output is in .*vllm/server\.log\. Resume"
     ):
-        policy.server.generate([3], {})
+        policy.engine.generate([3], {})
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "exits"])

@@ -140,7 +140,7 @@ def test_tokens_are_those_of_the_models_own_attention(build: Callable[[], PreTra
     assert passes == {(own, False), (IMPLEMENTATION if admitted else own, True)}
     assert model.config._attn_implementation == own
     generator = make(model)
-    generator._attention._configs = []
+    generator._decoded_by = []
     for episode, turns in play(generator, range(4)).items():
         for ours, theirs in zip(found[episode], turns, strict=True):
             assert ours.token_ids == theirs.token_ids
@@ -150,7 +150,7 @@ def test_tokens_are_those_of_the_models_own_attention(build: Callable[[], PreTra
 def test_log_probabilities_differ_by_rounding() -> None:
     model = qwen2(initializer_range=0.1)
     generator = make(model)
-    generator._attention._configs = []
+    generator._decoded_by = []
     own = play(generator, range(8), turns=6)
     for episode, turns in play(make(model), range(8), turns=6).items():
         for ours, theirs in zip(turns, own[episode], strict=True):
@@ -260,7 +260,7 @@ def test_a_token_waits_for_the_device_once(name: str) -> None:
 def test_the_models_own_attention_waits_once_more() -> None:
     """Whether the mask can be left out."""
     generator = decoding([5, 9, 3], 8)
-    generator._attention._configs = []
+    generator._decoded_by = []
     with Synchronizations() as seen:
         generator.step()
     assert sorted(seen.names) == ["__bool__", "tolist"]

@@ -24,6 +24,7 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.rollout.stepped import first_messages
 from agile_trainers.types import StopReason, Trajectory
 
 PROMPT = "[ user ↵ go ] ↵ [ assistant ↵"
@@ -104,10 +105,10 @@ def test_system_prompt_is_added_only_where_there_is_none() -> None:
     engine = make_engine(system_prompt="up")
     system, user = {"role": "system", "content": "up"}, {"role": "user", "content": "go"}
     own = [{"role": "system", "content": "down"}, user]
-    assert engine.render("go") == [system, user]
-    assert engine.render([user]) == [system, user]
-    assert engine.render(own) == own
-    assert make_engine().render("go") == [user]
+    assert first_messages("go", "up") == [system, user]
+    assert first_messages([user], "up") == [system, user]
+    assert first_messages(own, "up") == own
+    assert first_messages("go", None) == [user]
     (trajectory,) = engine.run(specs({}), ScriptedSampler())
     assert trajectory.prompt == [system, user]
     assert trajectory.prompt_ids == ids(f"[ system ↵ up ] ↵ {PROMPT}")

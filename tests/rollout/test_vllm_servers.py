@@ -23,7 +23,6 @@ import torch
 from peft import LoraConfig
 from requests import ConnectionError
 
-from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 
@@ -71,8 +70,8 @@ class Handler(BaseHTTPRequestHandler):
 class Client:
     """What `VllmServer` does, without TRL's client, which needs vLLM."""
 
-    def __init__(self, server: Server, folder: Path, length: int) -> None:
-        self.url, self.files = server.url, AdapterFolder(folder)
+    def __init__(self, server: Server, length: int) -> None:
+        self.url = server.url
         self.max_batch_size, self.vocab_size, self.max_model_length = 8, 40, length
 
     def _post(self, route: str, **body: Any) -> None:
@@ -101,8 +100,8 @@ def running() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def servers(running: list[Server], tmp_path: Path) -> VllmServers:
-    clients: list[Any] = [Client(server, tmp_path, 64 + place) for place, server in enumerate(running)]
-    return VllmServers(clients)
+    clients: list[Any] = [Client(server, 64 + place) for place, server in enumerate(running)]
+    return VllmServers(clients, tmp_path)
 
 
 def load(servers: VllmServers) -> str:
@@ -141,13 +140,13 @@ def test_what_a_killed_process_has_left_is_dropped(running: list[Server], server
     killed = os.fork()
     if killed == 0:
         try:
-            others = VllmServers([Client(server, tmp_path, 64) for server in running[:2]])  # type: ignore[misc]
+            others = VllmServers([Client(server, 64) for server in running[:2]], tmp_path)  # type: ignore[misc]
             load(others)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
     assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 5
-    resumed = VllmServers([Client(server, tmp_path, 64) for server in running])  # type: ignore[misc]
+    resumed = VllmServers([Client(server, 64) for server in running], tmp_path)  # type: ignore[misc]
     resumed.drop_left()
     assert [list(server.adapters) for server in running] == [[kept]] * 3
     assert {*tmp_path.iterdir()} == stays and servers.files.names() == [kept]

@@ -81,7 +81,7 @@ def _in_engine(served: Any, name: str) -> None:
         scaled = replace(config, lora_alpha=config.lora_alpha * 4) if name == "scaling" else config
         moved = move(changed(name, weights), scaled)
         if name == "not arrived":
-            served._adapters().adapter = None
+            served.engine.adapter = None
         return int(moved)
 
     served._move_adapter = wrongly

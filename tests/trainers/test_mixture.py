@@ -345,7 +345,7 @@ def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tm
     trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits=limits, max_model_length=90)
     engine = trainer.engine
     assert (engine.limits_of("low").max_model_length, engine.limits_of("high").max_model_length) == (60, 90)
-    assert engine.cut("right wrong", "low")[1] and not engine.cut("right wrong", "high")[1]
+    assert engine.first_prompt("right wrong", "low") != engine.first_prompt("right wrong", "high")
     with pytest.raises(ValueError, match=r"first prompt of the environment 'high' has .* max_model_length=3"):
         make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits={"high": {"max_model_length": 3}})
 

@@ -258,15 +258,15 @@ def test_what_a_pass_changes_is_put_back(embedded_model, tmp_path):
     """Each observer of a run with a critic has, after an attempt that is undone, what it had before."""
     trainer = make_ppo(embedded_model, tmp_path)
     ids, mask = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
-    observed = [trainer.turn_means[0], trainer.mismatch.meter, trainer.critic]
+    observed = [trainer.turn_means[0], trainer.mismatch, trainer.critic]
 
     def watch() -> None:
         trainer.turn_means[0].add(torch.ones(1, 3), ids, mask)
-        trainer.mismatch.meter.add(torch.ones(1, 3), torch.zeros(1, 3), mask, ids, mask[:, 0])
+        trainer.mismatch.add(torch.ones(1, 3), torch.zeros(1, 3), mask, ids, mask[:, 0])
         trainer.accelerator.gradient_state._set_sync_gradients(False)
         trainer.critic._metrics(*torch.ones(4))
 
-    trainer.mismatch.meter.open()
+    trainer.mismatch.open()
     watch()
     before = [dict(vars(one)) for one in observed]
     undo = undoing(None, {}, trainer.token_batches.observers)

@@ -27,9 +27,6 @@ class Beside(ServedPolicy):
     moves = 0
     max_adapters, max_model_length = None, 1 << 30
 
-    def _adapters(self) -> Beside:
-        return self
-
     def add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[dict[str, torch.Tensor], int]:
         self.others.append(weights)
         return weights, 0
@@ -44,7 +41,7 @@ class Beside(ServedPolicy):
         self.others = []
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        self.others: list[dict[str, torch.Tensor]] = []
+        self.engine, self.others = self, list[dict[str, torch.Tensor]]()
         self.copy: Any = copy.deepcopy(self._model).eval()
         for name, weight in self.copy.named_parameters():
             if "lora_" in name:

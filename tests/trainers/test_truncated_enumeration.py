@@ -17,7 +17,7 @@ from five_tokens import FILTERS, LAYOUTS, VOCAB, World, admit, micro_batch, poli
 from transformers import Qwen2ForCausalLM
 
 from agile_trainers.objectives.returns import gae
-from agile_trainers.packing.packer import PackingState, kept_of
+from agile_trainers.packing.packer import PackingState
 from agile_trainers.step.credit import gather_turns
 
 
@@ -115,7 +115,7 @@ def test_kl_entropy_and_a_later_policy_are_over_the_recorded_sets(
         ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
         log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
             model, ids, torch.ones_like(ids), actions.numel(), compute_entropy=True, scored=batch.action_mask,
-            kept=kept_of(micro_batch(world, torch.zeros(len(ids), 2))),
+            part=micro_batch(world, torch.zeros(len(ids), 2)),
         )  # fmt: skip
         return log_probs[:, actions], entropies[:, actions]
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
@@ -73,11 +74,7 @@ def length_to_stop(ids: Sequence[int], stop: Sequence[str], decode: Callable[[li
 
     if not stop or not stops(len(ids)):
         return None
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if stops(middle) else (middle + 1, high)
-    return low
+    return 1 + bisect_left(range(1, len(ids)), True, key=stops)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
@@ -398,6 +395,14 @@ class AgentEpisode:
     def unanswered(self) -> list[GenerationRequest]:
         """Return the requests that wait for their answers, each with its noise from the beginning."""
         return [self._requested(number) for number in sorted(self._pending)]
+
+    @property
+    def ended(self) -> bool:
+        """True once the agent has returned."""
+        return self.stop_reason is not None
+
+    def replayed(self, record: RecordedEpisode) -> None:
+        """Leave the episode as it is: its answers draw no numbers of a common stream."""
 
     def record(self) -> RecordedEpisode:
         """Return the answers so far, those too that are not trained."""

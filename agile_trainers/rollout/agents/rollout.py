@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from types import TracebackType
 from typing import Any
 
 from agile_trainers.envs.agent import Endpoint, Model, Task
@@ -15,7 +14,6 @@ from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
-from agile_trainers.rollout.replay import Ended, RecordedEpisode
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 
@@ -32,7 +30,6 @@ class AgentRollout:
     """
 
     def __init__(self, pool: EnvironmentPool, chat: ChatRenderer) -> None:
-        self._episodes: dict[int, AgentEpisode] = {}
         self._pool, self._chat = pool, chat
         from agile_trainers.rollout.agents.server import AgentServer  # aiohttp, which stepped environments do not need
 
@@ -43,28 +40,26 @@ class AgentRollout:
         self._server.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exchange.close()
         self._refuse_posted()
-        for episode in self._episodes.values():
+        for episode in self._exchange.keys:
             episode.close()
-        self._server.__exit__(kind, error, trace)
+        self._server.__exit__(*error)
         self._refuse_posted()
 
-    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> AgentEpisode:
         """Let the agent of an episode begin."""
         agent = self._pool.agent(spec.environment)
         assert agent is not None
-        self._episodes[key] = episode = AgentEpisode(key, spec, limits, self._chat, agent)
+        episode = AgentEpisode(key, spec, limits, self._chat, agent)
         model = Model(self._server.base_url, self._exchange.admit(episode), POLICY)
         self._pool.play(key, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
+        return episode
 
-    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
+    def on_outcome(self, outcome: Outcome, episode: AgentEpisode | None) -> list[GenerationRequest]:
         """Take what the server or the pool has for an episode. Return what is to be sampled."""
-        episode, value = self._episodes.get(outcome.episode), outcome.value
-        requests: list[GenerationRequest] = []
+        value, requests = outcome.value, list[GenerationRequest]()
         if episode is None:
             if outcome.method == "call":
                 refuse_request(value, over())
@@ -84,30 +79,11 @@ class AgentRollout:
         self._pool.waits(outcome.episode, episode.waits)
         return requests
 
-    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+    def on_output(self, output: GenerationOutput, episode: AgentEpisode) -> list[GenerationRequest]:
         """Take an answer. Nothing is to be sampled before the client has read it."""
-        episode = self._episodes[output.episode]
         episode.answered(output)
         self._pool.waits(output.episode, episode.waits)
         return []
-
-    def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return the requests of an episode that wait for their answers; their clients wait meanwhile."""
-        return self._episodes[key].unanswered()
-
-    def ended(self, key: int) -> Ended | None:
-        """Return an episode whose agent has returned, once; None if it has not."""
-        if self._episodes[key].stop_reason is None:
-            return None
-        episode = self._episodes.pop(key)
-        return Ended(episode.finished(), episode.record)
-
-    def record(self, key: int) -> RecordedEpisode:
-        """Return the answers of an episode so far."""
-        return self._episodes[key].record()
-
-    def replayed(self, key: int, record: RecordedEpisode) -> None:
-        """Leave the episode as it is: its answers draw no numbers of a common stream."""
 
     def _refuse_posted(self) -> None:
         """Refuse requests that came too late to be taken, so that the next rollout does not find them."""
@@ -122,24 +98,24 @@ class _Exchange:
     def __init__(self, post: Callable[[Outcome], None]) -> None:
         self._post = post
         self._episodes: dict[str, AgentEpisode] = {}
-        self._keys: dict[AgentEpisode, str] = {}
+        self.keys: dict[AgentEpisode, str] = {}
+        """Episodes under way to their keys."""
         self._first = f"sk-{secrets.token_urlsafe(8)}-"
         """The first characters of all keys, by which those of episodes that have ended are known."""
-        self._closed = False
 
     def admit(self, episode: AgentEpisode) -> str:
         """Make an episode's key."""
         key = self._first + secrets.token_urlsafe(32)
-        self._episodes[key], self._keys[episode] = episode, key
+        self._episodes[key], self.keys[episode] = episode, key
         return key
 
     def dismiss(self, episode: AgentEpisode) -> None:
         """Take no more requests of an episode."""
-        del self._episodes[self._keys.pop(episode)]
+        del self._episodes[self.keys.pop(episode)]
 
     def close(self) -> None:
         """Take no more requests."""
-        self._closed = True
+        self._episodes.clear()
 
     def ask(self, key: str, ticket: Ticket) -> None:
         """Take a request of the episode with this key."""
@@ -173,13 +149,13 @@ class _Exchange:
         return self._find(key).agent.models
 
     def _note(self, key: str, what: str, ticket: Ticket) -> None:
-        if not self._closed and (episode := self._episodes.get(key)) is not None:
+        if (episode := self._episodes.get(key)) is not None:
             self._post(Outcome(episode.index, what, ticket))
 
     def _find(self, key: str) -> AgentEpisode:
         if not key.startswith(self._first):
             raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
         episode = self._episodes.get(key)
-        if self._closed or episode is None:
+        if episode is None:
             raise over()
         return episode

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -151,7 +152,7 @@ class AgentServer:
         return _json(dialect.error(answer), answer.status, _DO_NOT_RETRY)
 
     async def _routed(self, request: web.Request, path: str) -> web.StreamResponse:
-        routes: dict[tuple[str, str], _Handler] = {("POST", dialect.path): self._asked(dialect) for dialect in DIALECTS}
+        routes: dict[tuple[str, str], _Handler] = {("POST", one.path): partial(self._asked, one) for one in DIALECTS}
         routes["POST", "/reward"] = self._rewarded
         routes["GET", "/models"] = self._models
         handler = routes.get((request.method, path))
@@ -171,23 +172,20 @@ class AgentServer:
         self._exchange.reward(key, body.get("value"), get(body, "call", str))
         return _json({})
 
-    def _asked(self, dialect: Dialect) -> _Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            key = _key(request)
-            others = self._exchange.models(key)  # also refuses a wrong key, before a body is read
-            raw = await self._body(request)
-            body = checked(parse(raw, DEEPEST_BODY), dict, "body")
-            other = others.get(required(body, "model", str))
-            if other is not None:
-                return await self._forwarded(request, dialect, body, other)
-            # Images are decoded in a thread. A text is asked for at once, also if its client hangs up.
-            asked = await asyncio.to_thread(dialect.read, body) if b"image" in raw else dialect.read(body)
-            ticket = Ticket(asked, _marks(request))
-            ticket.request.body = raw
-            async with self._held_open(key, ticket, request) as answer:
-                return await _delivered(request, dialect, answer, ticket)
-
-        return handle
+    async def _asked(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        key = _key(request)
+        others = self._exchange.models(key)  # also refuses a wrong key, before a body is read
+        raw = await self._body(request)
+        body = checked(parse(raw, DEEPEST_BODY), dict, "body")
+        other = others.get(required(body, "model", str))
+        if other is not None:
+            return await self._forwarded(request, dialect, body, other)
+        # Images are decoded in a thread. A text is asked for at once, also if its client hangs up.
+        asked = await asyncio.to_thread(dialect.read, body) if b"image" in raw else dialect.read(body)
+        ticket = Ticket(asked, _marks(request))
+        ticket.request.body = raw
+        async with self._held_open(key, ticket, request) as answer:
+            return await _delivered(request, dialect, answer, ticket)
 
     @asynccontextmanager
     async def _held_open(self, key: str, ticket: Ticket, request: web.Request) -> AsyncIterator[Answer]:

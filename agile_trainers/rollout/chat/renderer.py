@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.adapters.untrusted import check_template
+from agile_trainers.envs.base import as_messages
 from agile_trainers.rollout.chat.pictures import Pictures
 from agile_trainers.rollout.chat.template_check import (
     ANSWER,
@@ -143,12 +144,12 @@ class ChatRenderer:
             check_template(template, _name(tokenizer))
         self.chat_template = self._choose_template(template, training_chat_template)
         self._render = self._renderer(self.chat_template, self._kwargs)
-        self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
+        self._call = sampled_call(self._render, as_messages("prompt"), self._escaper.texts)
         marks = self._marks()
         self._silent, self._foreign = self._escaper.flagged - marks, self._escaper.ids - marks
         self._delimiters: dict[tuple[str, ...], _TurnDelimiters] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
-        end_of_turn = self._turn_delimiters(_as_messages("")).end_of_turn
+        end_of_turn = self._turn_delimiters(as_messages("")).end_of_turn
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
@@ -182,9 +183,9 @@ class ChatRenderer:
             The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
 
         Raises:
-            ValueError: If the messages are malformed, rejected by the template, or later rewritten by it.
+            ValueError: If the messages are rejected by the template, or later rewritten by it.
         """
-        messages = _as_messages(observation)
+        messages = as_messages(observation)
         pictures = self.pictures(messages)
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
@@ -224,7 +225,7 @@ class ChatRenderer:
 
     def before(self, text: str) -> list[int]:
         """Render a user message that stands before a whole conversation, whose ids stay as they are."""
-        messages = _as_messages(text)
+        messages = as_messages(text)
         if self.chat_template is None:
             return self._bos() + self._escaper.encode(self._escaper.hide(messages)[0]["content"] + _PARTING)
         return self._escaper.encode(self._render(self._escaper.hide(messages), False))
@@ -257,7 +258,7 @@ class ChatRenderer:
         other._render = other._renderer(self.chat_template, other._kwargs)
         other._said = lru_cache(maxsize=1024)(other._say)
         other._rewriting, other._delimiters, other._prompts = set(), {}, {}
-        written = other._render(_as_messages("prompt"))
+        written = other._render(as_messages("prompt"))
         missing = [name for tool in tools if (name := tool["function"]["name"]) not in written]
         if missing:
             raise ValueError(
@@ -355,7 +356,7 @@ class ChatRenderer:
             return [{**one, "content": contents.get(k, one["content"])} for k, one in enumerate(alone)]
 
         # Templates read an answer's content, for its thinking, which a generation prompt may open; a few reject their own.
-        openings = dict.fromkeys(("", opening_of(self._render(_as_messages("prompt")))))
+        openings = dict.fromkeys(("", opening_of(self._render(as_messages("prompt")))))
         for marked in (*map(after, openings), alone):
             pieces = self._pieces(marked, answers, mark, rewrites=rewrites)
             if pieces is not None and (not rewrites or self._writes(messages, answers, pieces)):
@@ -461,14 +462,14 @@ class ChatRenderer:
             The ids: end of the answer's turn, the observation, the next generation prompt.
 
         Raises:
-            ValueError: If the messages are malformed, or the template rejects or drops a message of such a role here.
+            ValueError: If the template rejects or drops a message of such a role here.
         """
         whole, tail, end_of_turn = self._said(observation) if isinstance(observation, str) else self._say(observation)
         return list(tail if last_action_id == end_of_turn else whole)
 
     def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
         """Return a delimited observation with and without its leading end-of-turn token, and that token."""
-        messages = _as_messages(observation)
+        messages = as_messages(observation)
         pictures = self.pictures(messages)
         if self.chat_template is None:
             ids = self._plain_ids(messages, _PARTING)
@@ -503,7 +504,7 @@ class ChatRenderer:
 
     def _takes_answers(self, template: str) -> bool:
         """Return whether a template takes answers as they are sampled, and keeps them: gpt-oss rejects channels."""
-        render, prompt = self._renderer(template, self._kwargs), _as_messages("prompt")
+        render, prompt = self._renderer(template, self._kwargs), as_messages("prompt")
         thinking = self._kwargs.get("enable_thinking") is not False
         try:
             answers = answers_as_sampled(render, prompt, self._escaper.texts, thinking=thinking)
@@ -521,7 +522,7 @@ class ChatRenderer:
     ) -> Rewrite | None:
         return find_rewrite(
             self._renderer(template, kwargs),
-            prompt or _as_messages("prompt"),
+            prompt or as_messages("prompt"),
             self._escaper.texts,
             thinking=kwargs.get("enable_thinking") is not False,
             observation=observation,
@@ -568,7 +569,7 @@ class ChatRenderer:
         return {
             token
             for calls in (False, True)
-            for sampled in answers_as_sampled(self._render, _as_messages("prompt"), self._escaper.texts, calls=calls)
+            for sampled in answers_as_sampled(self._render, as_messages("prompt"), self._escaper.texts, calls=calls)
             for token in self._escaper.count(sampled.text)
         }
 
@@ -640,7 +641,7 @@ class ChatRenderer:
     def _after_answer(self, messages: list[Message]) -> str:
         """Render the text after an answer that these messages follow; tool messages follow an answer with a tool call."""
         answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER
-        dummy = [*_as_messages("prompt"), {"role": "assistant", "content": answer}]
+        dummy = [*as_messages("prompt"), {"role": "assistant", "content": answer}]
         return self._render([*dummy, *messages]).partition(answer)[2]
 
     def _renderer(self, template: str, kwargs: dict[str, Any]) -> Render:
@@ -681,22 +682,19 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _wants_parts(render: Render) -> bool:
     """Return whether a template, of a vision model for example, requires a message's content as a list of parts."""
-    probe = _as_messages(_ANSWER)
-    try:
-        return _ANSWER not in render(probe) and _ANSWER in render([_in_parts(message) for message in probe])
-    except ValueError:
+
+    def writes(message: Message) -> bool:
         try:
-            return _ANSWER in render([_in_parts(message) for message in probe])
+            return _ANSWER in render([message])
         except ValueError:
             return False
+
+    (probe,) = as_messages(_ANSWER)
+    return not writes(probe) and writes(_in_parts(probe))
 
 
 def _in_parts(message: Message) -> Message:
     return {**message, "content": parts_of(message)}
-
-
-def _are_parts(content: Any) -> bool:
-    return isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
 
 
 def _kinds(messages: list[Message]) -> tuple[str, ...]:
@@ -731,19 +729,3 @@ def _saying(message: Message, text: str) -> Message:
         return {**message, "content": text}
     parts = [{"type": "text", "text": text} if part["type"] == "text" else part for part in message["content"]]
     return {**message, "content": parts}
-
-
-def _as_messages(observation: str | list[Message]) -> list[Message]:
-    """Return the messages of an observation after checking them."""
-    if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
-    if not isinstance(observation, list) or not observation:
-        raise ValueError(f"An observation is text or a non-empty list of chat messages, not {observation!r}.")
-    for message in observation:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not (isinstance(message.get("content"), str) or _are_parts(message.get("content")))
-        ):
-            raise ValueError(f'A chat message is {{"role": text, "content": text}}, not {message!r}.')
-    return observation

@@ -349,7 +349,7 @@ def test_ended_episodes_leave_nothing_in_an_open_rollout() -> None:
             rollout.admit([key], SPECS[:1])
             rollout.play([key], ScriptedGenerator(say))
         (agents,) = rollout._kinds
-        assert not agents._episodes and not agents._exchange._episodes and not agents._exchange._keys  # type: ignore[attr-defined]
+        assert not agents._exchange._episodes and not agents._exchange.keys  # type: ignore[attr-defined]
         assert not rollout._playing and not rollout._finished and rollout.under_way == 0
     assert statuses == [(400, "episode_over")] * 6
 

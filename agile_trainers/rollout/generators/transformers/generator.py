@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -126,7 +126,9 @@ class TransformersGenerator:
         self._reading, self._reader = reading(base), reader_of(base)
         self._cache_argument = cache_argument(base) or ""  # a model without one reads the conversation for every token
         self._keeps_cache = self._reading is Reading.NEW
-        self._attention = DecodingAttention(base)
+        plain = attends_plainly(base)
+        self._decoded_by = [one for one in attention_configs(base) if plain and one._attn_implementation == "sdpa"]
+        """Configurations of layers whose next token is read by the attention of this file."""
         if not self._keeps_cache:
             _log_rereading(base.config.model_type, self._reading)
         # MPS has no float64.
@@ -313,7 +315,7 @@ class TransformersGenerator:
             outputs = self.model(input_ids=batch.input_ids, attention_mask=batch.input_mask, use_cache=False, **options)
             return outputs.logits[:, -1].to(self._sampling_device)
         batch.kv.mask = torch.cat([batch.kv.mask, batch.input_mask], dim=1)
-        with self._attention.for_pass(batch.input_ids.shape[1]):
+        with _decoding(self._decoded_by if batch.input_ids.shape[1] == 1 else []):
             outputs = self.model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.kv.mask,
@@ -426,29 +428,16 @@ IMPLEMENTATION = "agile_decoding"
 """Name of the attention, and of its mask, in ``config._attn_implementation``."""
 
 
-class DecodingAttention:
-    """Switches a model to the attention of this file, where the architecture admits it.
-
-    Args:
-        base: The model below the adapters.
-    """
-
-    def __init__(self, base: PreTrainedModel) -> None:
-        self._configs = [c for c in attention_configs(base) if c._attn_implementation == "sdpa"]
-        if not attends_plainly(base):
-            self._configs = []
-
-    @contextmanager
-    def for_pass(self, columns: int) -> Iterator[None]:
-        """Run a forward pass over ``columns`` new tokens of each row inside the ``with`` block."""
-        configs = self._configs if columns == 1 else []
-        try:
-            for config in configs:
-                config._attn_implementation = IMPLEMENTATION
-            yield
-        finally:
-            for config in configs:
-                config._attn_implementation = "sdpa"
+@contextmanager
+def _decoding(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+    """Let the attention of this file run in a forward pass inside the block, instead of torch's."""
+    try:
+        for config in configs:
+            config._attn_implementation = IMPLEMENTATION
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation = "sdpa"
 
 
 def attend(

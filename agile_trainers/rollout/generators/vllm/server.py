@@ -6,14 +6,13 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from requests import ConnectionError as RequestsConnectionError
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
@@ -33,7 +32,6 @@ from agile_trainers.rollout.generators.base import (
 )
 from agile_trainers.rollout.generators.images import ImageReader
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
-from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
 from agile_trainers.rollout.generators.vllm.engine import (
     check_logprobs,
     check_settings,
@@ -70,15 +68,14 @@ class _PatientAdapter(HTTPAdapter):
         return super().send(request, **options)
 
 
-class VllmServer(AdapterHost[str]):
-    """A vLLM server. It serves one adapter to all requests that name none, and receives token ids, not text.
+class VllmServer:
+    """A vLLM server. It receives token ids, not text.
 
     Args:
         url: URL of the server, ``http://host:port``.
         timeout: Seconds to wait until the server is up.
         max_batch_size: Maximum number of requests at the same time; the others wait in this process.
         vocab_size: Size of the model's vocabulary.
-        folder: Folder in which adapters are written for the server. Default: the system's folder for temporary files.
         when_gone: What to do when the server does not answer any more, for the error.
 
     Raises:
@@ -93,7 +90,6 @@ class VllmServer(AdapterHost[str]):
         timeout: float,
         max_batch_size: int,
         vocab_size: int,
-        folder: str | Path | None = None,
         when_gone: str = "Start it again, and resume from the last checkpoint.",
     ) -> None:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
@@ -105,19 +101,7 @@ class VllmServer(AdapterHost[str]):
         self.info: dict[str, Any] = self.client.get_server_info()
         """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
-        self.files = AdapterFolder(folder)
-        """The folder of adapters that are written for the server."""
         self._when_gone = when_gone
-
-    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
-        with self.files.written(weights, config) as (name, folder, moved):
-            self.load(name, folder)
-        return name, moved
-
-    def drop_adapter(self, adapter: str) -> None:
-        """Serve an adapter no longer, and delete its files."""
-        self.unload(adapter)
-        self.files.delete(adapter)
 
     def load(self, name: str, folder: Path) -> None:
         """Serve the adapter in a folder, under a name."""
@@ -130,14 +114,13 @@ class VllmServer(AdapterHost[str]):
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None
     ) -> tuple[list[int], list[float], int | None]:
-        """Request an answer, of an adapter or of the one that :meth:`load_adapter` set; wait for ids and log-probabilities.
+        """Request an answer, of an adapter or of the base; wait for ids and log-probabilities.
 
         Thread-safe. The third value is the number of ids that the server took from its prefix cache, if it reports it
         (``--enable-prompt-tokens-details``). With the field ``features``, images or None, the request goes to the endpoint
         that takes images; see :meth:`check_images`.
         """
-        name = adapter or self.adapter
-        fields = fields if name is None else {"model": name, **fields}
+        fields = fields if adapter is None else {"model": adapter, **fields}
         self._usage.cached = None
         with self._reached():
             if "features" in fields:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -34,15 +35,20 @@ class VllmServers(AdapterHost[str]):
     error is raised.
 
     Args:
-        servers: At least one. Their adapters are read from the folder of the first.
+        servers: At least one.
+        folder: Folder in which adapters are written for them. Default: the system's folder for temporary files.
     """
 
-    def __init__(self, servers: Sequence[VllmServer]) -> None:
+    max_adapters = None
+    """A server loads an adapter again that it had no more room for."""
+
+    def __init__(self, servers: Sequence[VllmServer], folder: str | Path | None = None) -> None:
         self.servers = tuple(servers)
         self.used: tuple[int, ...] = tuple(range(len(servers)))
         """Indices of the servers that have not been left out."""
-        first = self.servers[0]
-        self.files, self.max_batch_size, self.vocab_size = first.files, first.max_batch_size, first.vocab_size
+        self.files = AdapterFolder(folder)
+        """The folder of adapters that are written for the servers."""
+        self.max_batch_size, self.vocab_size = servers[0].max_batch_size, servers[0].vocab_size
         self.max_model_length = min(server.max_model_length for server in servers)
         self._lock = threading.Lock()
         self._served: set[str] = set()
