@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ def embedded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from agile_trainers.embedded import make_embedded_model
 
     return make_embedded_model(tmp_path_factory.mktemp("embedded") / "model")
+
+
+@pytest.fixture
+def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check plans memory for one size of batches: to trace each takes half a second, and the test reads nothing of it."""
+    from agile_trainers.cli.check import sections
+
+    plan = sections.plan_memory
+    size = {"rows": 1, "tokens": 64, "decoded": 64, "new_tokens": 16}
+    monkeypatch.setattr(sections, "plan_memory", lambda *given, **named: replace(plan(*given, **named), **size))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from accelerate.utils import memory, other
 from accelerate.utils.imports import is_cuda_available
 from torch import nn
@@ -26,6 +27,8 @@ def make_quick() -> None:
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
     _trace_equal_steps_once()
+    if not is_cuda_available():
+        torch.cuda.device_count = lambda: 0  # else its driver is looked for anew, for half a millisecond
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no test turns the power off
     if not (is_cuda_available() or find_spec("vllm")):  # there, garbage may hold a GPU's memory, or an engine's
         _collect_garbage_before_each_tenth_run()

@@ -108,8 +108,8 @@ class PaysNothing(TwoTurns):
         return observation, 0.0, *rest
 
 
-SHORT = ("--max_model_length", "512")
-"""The limit for which memory is planned where nothing else is looked at: equal plans are made once (``quick.py``)."""
+PLANS_ONE = pytest.mark.usefixtures("one_plan")
+"""Mark of tests that read nothing of the memory plan: equal ones are made once (``quick.py``)."""
 
 
 def run(environment: str, *options: str) -> tuple[int, str]:
@@ -145,6 +145,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     assert "warning: every episode that the expert played has the same return" in report
 
 
+@PLANS_ONE
 def test_success_that_only_winners_report_is_no_success_of_all() -> None:
     _, report = run(
         "SaysWhenItWins", "--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert", "--max_turns", "3"
@@ -154,6 +155,7 @@ def test_success_that_only_winners_report_is_no_success_of_all() -> None:
     assert f"success {100 - int(found[1])}%" in report
 
 
+@PLANS_ONE
 def test_each_of_several_environments_is_checked_within_its_own_limits() -> None:
     several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "NeverEnds", "PaysNothing")})
     limits = json.dumps({"TwoTurns": {"max_turns": 2}, "NeverEnds": {"max_turns": 1}})
@@ -168,6 +170,7 @@ def test_each_of_several_environments_is_checked_within_its_own_limits() -> None
     assert "- PaysNothing: all 8 episodes returned 0" in verdict and "TwoTurns" not in verdict
 
 
+@PLANS_ONE
 def test_rows_are_checked_with_the_environment_they_are_for(tmp_path: Path) -> None:
     several = '{"low": "agile:guess_number", "high": "agile:guess_number"}'
     (tmp_path / "rows.jsonl").write_text(
@@ -201,6 +204,7 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     assert run("NeverEnds", *options)[1] == report, "sampled with the run's seed"
 
 
+@PLANS_ONE
 def test_a_recipe_that_learns_nothing_is_warned_of() -> None:
     options = [
         "--use_peft",
@@ -230,6 +234,7 @@ def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
     assert int(second) > int(first), "the state after the last turn is there for the critic"
 
 
+@PLANS_ONE
 def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
     code, report = run("Awaited", "--episodes", "4", "--scripted_policy", "random")
     assert code == 0 and "Awaited follows it" in report
@@ -244,6 +249,7 @@ def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
     assert "mean 2.5, at most 3" in report  # halving guesses 6, 3 and 6, 9, 11
 
 
+@PLANS_ONE
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -270,18 +276,19 @@ def test_what_would_not_train_exits_with_the_reason(
         "0.2",
         "--scripted_policy",
         "expert",
-        *SHORT,
     )
     verdict = report.partition("Not ready to train:")[2]
     assert code == 1 and message in verdict, report
 
 
+@PLANS_ONE
 def test_limits_that_the_expert_does_not_fit_in_are_named() -> None:
     code, report = run("agile:calculator", "--episodes", "4", "--max_new_tokens", "64")
     assert code == 0 and "answers of the expert policy were cut at max_new_tokens=64" in report
     assert "the expert is not better than the random policy" in report
 
 
+@PLANS_ONE
 def test_equal_returns_are_no_reason_where_only_the_embedded_model_could_play() -> None:
     pytest.importorskip("gymnasium", reason="Gymnasium is not installed: pip install 'agile-trainers[envs]'")
     options = ["--episodes", "2", "--max_new_tokens", "2", "--max_turns", "2"]
@@ -297,6 +304,7 @@ class PaysTheRest(TwoTurns):
         return observation, {"yes": 1.0, "no": 0.5}.get(action, 0.0), *rest
 
 
+@PLANS_ONE
 def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     """The policies' returns differ; the model's do not."""
     options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8"]
@@ -311,6 +319,7 @@ def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     assert code == 0 and "no learning signal" not in report and "Ready to train" in report
 
 
+@PLANS_ONE
 def test_demonstrations_are_replayed(embedded_model: Path, tmp_path: Path) -> None:
     """With them, equal returns of the model are no reason to stop."""
     options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8", "--model", str(embedded_model)]
@@ -413,6 +422,7 @@ class NeverSetBack(TwoTurns):
 MISSES, DOUBT = "[reward_misses_success]", "[success_doubtful]"
 
 
+@PLANS_ONE
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -434,7 +444,7 @@ MISSES, DOUBT = "[reward_misses_success]", "[success_doubtful]"
     ],
 )
 def test_what_the_episodes_show_is_a_reason_not_to_train(broken: str, message: str) -> None:
-    code, report = run(broken, *SHORT)
+    code, report = run(broken)
     assert code == 1 and re.search(message, report) and report.count("problem: ") == 1 + (broken == "PaysAlike"), report
     assert not any(f"[{name}]" in report for name in ("solved", "too_hard", "zero_advantage_groups")), report
 
@@ -446,15 +456,17 @@ class LengthInTheClass(InTheClass):
         return super().step(("no", "yes")[len(action) % 2])
 
 
+@PLANS_ONE
 def test_state_of_a_class_is_found_when_the_model_plays(embedded_model: Path) -> None:
     """Its episodes are played together: replays of each alone agree with each other, and not with what was played."""
     code, report = run("LengthInTheClass", "--model", str(embedded_model), "--max_new_tokens", "4")
     assert code == 1 and "problem: instances share state" in report
 
 
+@PLANS_ONE
 @pytest.mark.parametrize("sound", ["TwoTurns", "Awaited", "agile:guess_number", "agile:probe/grid"])
 def test_sound_environments_are_not_accused(sound: str) -> None:
-    code, report = run(sound, *SHORT)
+    code, report = run(sound)
     assert code == 0 and MISSES not in report and DOUBT not in report and "state" not in report, report
 
 
@@ -470,6 +482,7 @@ ranked = Judge(liked, "Be polite.", per="group", name="ranked")
 refused = Judge(lambda messages: "no", "Be polite.", name="refused")
 
 
+@PLANS_ONE
 @pytest.mark.parametrize(("name", "code", "told"), [
     ("judged", 0, ("Judge: judge, one score for each episode", "0.75", "politeness", "about 1,000 questions")),
     ("ranked", 0, ("Judge: ranked, one score for each group", "ranked", "about 125 questions")),
@@ -482,6 +495,7 @@ def test_a_judge_is_asked_once(name: str, code: int, told: tuple[str, ...]) -> N
         assert text in report
 
 
+@PLANS_ONE
 def test_a_judge_is_a_learning_signal_where_the_environment_pays_nothing() -> None:
     options = ("PaysNothing", "--episodes", "4", "--scripted_policy", "random", "--max_new_tokens", "4")
     assert "there is no learning signal" in run(*options)[1]
@@ -489,6 +503,7 @@ def test_a_judge_is_a_learning_signal_where_the_environment_pays_nothing() -> No
     assert code == 0 and "there is no learning signal" not in report
 
 
+@PLANS_ONE
 def test_the_price_of_a_judge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 tokens asked and 10 answered, 1,000 times, at 3 and 5 a million."""
     with serving(FakeJudge()) as url:
@@ -499,11 +514,13 @@ def test_the_price_of_a_judge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and "about 1,000 questions and 110,000 tokens, which cost 0.35 by prices" in report
 
 
+@PLANS_ONE
 def test_rewards_that_are_not_known_here_are_not_judged() -> None:
     code, report = run("PaysFailures", "--reward_funcs", "think_format_reward")
     assert code == 0 and MISSES not in report
 
 
+@PLANS_ONE
 def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) -> None:
     code, report = run("TwoTurns", "--max_model_length", "10")
     assert code == 1 and "leaves no room to answer within max_model_length=10" in report
@@ -544,6 +561,7 @@ def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err + str(stopped.value)
 
 
+@PLANS_ONE
 def test_the_command_finds_an_environment_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -601,6 +619,7 @@ class LastPage(TwoTurns):
         return [*messages.prompt, *messages[-1:]] if len(messages) > 1 else messages
 
 
+@PLANS_ONE
 def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
     options = ("--episodes", "8", "--max_new_tokens", "8", "--scripted_policy", "expert")
     code, report = run("LastPage", *options)
@@ -626,6 +645,7 @@ def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
     assert code == 0 and "rewrites  " not in report and "rewritten_every_turn" not in report
 
 
+@PLANS_ONE
 def test_each_of_several_environments_is_checked_with_its_own_history() -> None:
     several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "LastPage")})
     options = ("--episodes", "4", "--scripted_policy", "expert", "--max_new_tokens", "8")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
     step = Step(sum(linear.values()), base - sum(linear.values()), trained, tuple(head.shape), head.requires_grad)
     model.train(shape.dropout)
     mixed = nullcontext() if shape.autocast is None else torch.autocast("cpu", shape.autocast)
-    with FakeTensorMode():
+    with _WithoutData():
         _without_data(model)
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
         with mixed, _counting(model, step) as calls:
@@ -129,6 +130,14 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
             largest = max(range(len(step.layers)), key=step.layers.__getitem__)
             step.temporaries = _beside(calls[largest], shape.autocast, step) - step.layers[largest]
     return step
+
+
+class _WithoutData(FakeTensorMode):
+    """Asks once whether there is a GPU. PyTorch asks at each operation, a sixth of the time where there is none."""
+
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        return super().avoid_device_init
 
 
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
