@@ -2487,6 +2487,18 @@ MUTATIONS = [
         " and _agree(others, number))", ")", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
+        "a power of any size is computed", "envs/questions/answers.py",
+        " or bits > _MOST_BITS", " or bits > _MOST_BITS**2", "tests/envs/test_grading.py -k powers",
+    ),
+    Mutation(
+        "a sign in an equation is not read", "envs/questions/answers.py",
+        "-1 if isinstance(node.op, ast.USub) else 1", "1", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
+        "a mixed number is read as a product", "envs/questions/answers.py",
+        "if _MIXED.search(side):", "if False:", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
         "what was thought is taken for the answer", "envs/questions/answers.py",
         'text = completion.rpartition("</think>")[2]\n    start', "text = completion\n    start",
         "tests/envs/test_grading.py",
