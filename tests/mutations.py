@@ -2487,6 +2487,18 @@ MUTATIONS = [
         " and _agree(others, number))", ")", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
+        "a power of any size is computed", "envs/questions/answers.py",
+        " or bits > _MOST_BITS", " or bits > _MOST_BITS**2", "tests/envs/test_grading.py -k powers",
+    ),
+    Mutation(
+        "a sign in an equation is not read", "envs/questions/answers.py",
+        "-1 if isinstance(node.op, ast.USub) else 1", "1", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
+        "a mixed number is read as a product", "envs/questions/answers.py",
+        "if _MIXED.search(side):", "if False:", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
         "what was thought is taken for the answer", "envs/questions/answers.py",
         'text = completion.rpartition("</think>")[2]\n    start', "text = completion\n    start",
         "tests/envs/test_grading.py",
@@ -3327,7 +3339,20 @@ MUTATIONS = [
     ),
     Mutation(
         "what a link in a folder points to gets other rights", "envs/isolation/process_tree.py",
-        "if not os.path.islink(path):", "if True:", "tests/envs/test_agent_command.py -k nobody_holds",
+        "one.is_dir(follow_symlinks=False)", "one.is_dir()", "tests/envs/test_agent_command.py -k nobody_holds",
+    ),
+    Mutation(
+        "the folder of another user is removed", "envs/isolation/process_tree.py",
+        "found.st_uid != os.geteuid() or ", "", "tests/envs/test_agent_command.py -k another_user",
+    ),
+    Mutation(
+        "folders in a program's folder are not moved to its top", "envs/isolation/process_tree.py",
+        "waiting.append(moved)", "pass", "tests/envs/test_agent_command.py -k any_depth",
+    ),
+    Mutation(
+        "an error of a keeper is lost", "envs/isolation/process_tree.py",
+        "except Exception as error:  # such", "except OSError as error:  # such",
+        "tests/envs/test_agent_command.py -k ends_the_keeper",
     ),
     Mutation(
         "an agent's option without effect is taken", "rollout/episode_options.py",

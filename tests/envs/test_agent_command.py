@@ -20,7 +20,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from agile_trainers.envs.agent import _STARTING, Agent, Finished, Model, Task
+from agile_trainers.envs.agent import _STARTING, Agent, Finished, Model, Task, _Keeper
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.process_tree import Excerpt
 
@@ -355,6 +355,42 @@ def test_folders_that_nobody_holds_are_removed(place: Path, tmp_path: Path) -> N
         os.utime(names[name], (0, 0))
     played("true")
     names["link"].unlink()
+
+
+def test_a_folder_of_any_depth_is_removed_and_costs_no_other_program(place: Path) -> None:
+    """Its paths are longer than the system takes; neither the program's own keeper nor the next one stumbles over it."""
+    deep = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')\nopen('file', 'w'); os.chmod('.', 0)"
+    try:
+        assert played(sys.executable, "-c", deep)["info"]["exit_code"] == 0
+        assert list(place.iterdir()) == []
+        (abandoned := place / f"{process_tree.PREFIX}1-deep").mkdir()
+        subprocess.run([sys.executable, "-c", deep], cwd=abandoned, check=True)
+        os.utime(abandoned, (0, 0))
+        played("true")
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["rm", "-rf", *place.iterdir()], check=True)  # pytest's own removal fails at this depth
+
+
+def test_the_folder_of_another_user_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (planted := place / f"{process_tree.PREFIX}1-planted").mkdir()
+    os.utime(planted, (0, 0))
+    user = os.geteuid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: user + 1)
+        process_tree.remove_abandoned(str(place))
+    assert planted.is_dir()
+    process_tree.remove_abandoned(str(place))
+    assert not planted.exists()
+
+
+def test_whatever_ends_the_keeper_is_said() -> None:
+    """An error of any kind, not of the system's alone."""
+    keeper = _Keeper({"path": [], "env": {"OPENAI_API_KEY": MODEL.api_key}})
+    with pytest.raises(RuntimeError, match="has no folder: 'place'"):
+        keeper.start()
+    keeper.end()
+    keeper.ended()
 
 
 def test_more_programs_at_once_than_an_event_loop_has_threads(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def test_numbers_are_exact_and_bounded() -> None:
 def test_what_is_no_arithmetic(text: str) -> None:
     with pytest.raises(ValueError):
         exact_value(text)
+
+
+def test_extended_arithmetic_reads_signs_decimals_and_bounded_powers() -> None:
+    """Exactly; countdown does not ask for it."""
+    assert exact_value("-0.1 + 2^{3} * (-3)**-1 - +0.2", extended=True)[0] == Fraction(-3, 10) - Fraction(8, 3)
+    assert exact_value("(2^2047)/(2^2046) + 144^0", extended=True)[0] == 3
+    for text in ("9^9^9", "(9^999)^999", "2^2049", "1^99999", "4^0.5", "2^", "1..2", "...", "1.5.2", "3!"):
+        with pytest.raises(ValueError):
+            exact_value(text, extended=True)
+    for text in ("-3 + 5", "3.0 + 5", "3**2", "...", "3 + (-5)"):
+        with pytest.raises(ValueError):
+            exact_value(text)
 
 
 # ------------------------------------------------------------------------------------------------------- what it costs

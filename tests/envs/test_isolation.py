@@ -104,6 +104,12 @@ def test_no_network(level: str) -> None:
         )
 
 
+def test_whether_a_path_exists_is_hidden_by_namespaces_alone(level: str) -> None:
+    """As docs/tools.md says; what is in it, neither level tells."""
+    assert attempts("print(os.path.exists('/proc/self'))") == [str(level == LANDLOCK)]
+    stopped("print('got', os.listdir('/proc/self'))", "print('got', open('/proc/self/status').read())")
+
+
 def test_no_process_without_end(level: str) -> None:
     stopped(
         "while True: os.fork()",

@@ -1,8 +1,9 @@
 """Isolates programs that run on a model's text from secrets, files, network and processes.
 
 A level is a set of mechanisms that a machine supports. At every level but :data:`NONE`, the program can read only the
-Python installation. It has no network, no environment variables and no capabilities, cannot start or signal processes, and
-ends with the process that started it. ``AGILE_TRAINERS_ISOLATION`` names the level to use; default: the best one.
+Python installation and the system's libraries; at :data:`LANDLOCK` it can look up whether other paths exist, with size and
+times. It has no network, no environment variables and no capabilities, cannot start or signal processes, and ends with the
+process that started it. ``AGILE_TRAINERS_ISOLATION`` names the level to use; default: the best one.
 """
 
 from __future__ import annotations

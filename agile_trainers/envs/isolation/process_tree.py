@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ _PARENT_SECONDS = 2.0
 """Seconds between two looks at whether the parent lives."""
 _ABANDONED_SECONDS = 60.0
 """Age from which a folder that nobody holds is removed."""
+_REAL_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PART = 1 << 16
 _WORK = "work"
 """Name of the working folder."""
@@ -342,7 +343,7 @@ def _say(report: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def remove_abandoned(place: str, parent: int | None = None) -> None:
-    """Remove the folders of keepers that were killed; a keeper holds a lock on its folder.
+    """Remove this user's folders of keepers that were killed; a keeper holds a lock on its folder.
 
     Args:
         place: Where folders are made.
@@ -351,10 +352,11 @@ def remove_abandoned(place: str, parent: int | None = None) -> None:
     """
     for folder in Path(place).glob(f"{PREFIX}*" if parent is None else f"{PREFIX}{parent}-*"):
         with suppress(OSError):
-            young = time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS
-            if folder.is_symlink() or (young and parent is None):
+            found = folder.lstat()
+            young = time.time() - found.st_mtime < _ABANDONED_SECONDS
+            if found.st_uid != os.geteuid() or (young and parent is None):
                 continue
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            held = os.open(folder, _REAL_FOLDER)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(str(folder))
@@ -363,15 +365,44 @@ def remove_abandoned(place: str, parent: int | None = None) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder, also where the program has taken rights from parts of it."""
+    """Remove a folder, also where the program has taken rights from parts of it.
+
+    The folders in it are moved to its top, since their paths may be longer than the system takes.
+    """
     with suppress(OSError):
         os.chmod(folder, 0o700)
-    for above, below, _ in os.walk(folder):
-        for path in (os.path.join(above, name) for name in below):
+        top = os.open(folder, _REAL_FOLDER)
+        waiting = ["."]
+        try:
+            for name in waiting:  # which grows
+                with suppress(OSError):
+                    _empty(name, top, waiting)
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _empty(name: str, top: int, waiting: list[str]) -> None:
+    """Remove a folder of the top and what is in it, except folders that are not empty: they move to the top, and wait."""
+    within = os.open(name, _REAL_FOLDER, dir_fd=top)
+    try:
+        for one in list(os.scandir(within)):
             with suppress(OSError):
-                if not os.path.islink(path):  # what it points to is not ours
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+                if not one.is_dir(follow_symlinks=False):  # what a link points to is not ours
+                    os.unlink(one.name, dir_fd=within)
+                    continue
+                with suppress(OSError):
+                    os.chmod(one.name, 0o700, dir_fd=within)
+                try:
+                    os.rmdir(one.name, dir_fd=within)
+                except OSError:
+                    moved = f"{len(waiting)}-{uuid.uuid4()}"
+                    os.rename(one.name, moved, src_dir_fd=within, dst_dir_fd=top)
+                    waiting.append(moved)
+    finally:
+        os.close(within)
+    if name != ".":
+        os.rmdir(name, dir_fd=top)
 
 
 def keep_command(parent: int, command: list[str]) -> int:
@@ -419,8 +450,8 @@ def main() -> None:
     sys.path += spec["path"]
     try:
         keep_program(spec, control, report)
-    except OSError as error:  # such as a full disk
-        _say(report, {"error": str(error)})
+    except Exception as error:  # such as a full disk
+        _say(report, {"error": str(error) or repr(error)})
 
 
 if __name__ == "__main__":

@@ -35,8 +35,11 @@ _WRAPPINGS = (
 )  # fmt: skip
 """Marks around an answer that are not part of it."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_NUMBER = re.compile(r"([-+]?)(?:\\?\$)?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?", re.ASCII)
+_NUMBER = re.compile(r"([-+]?)((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?", re.ASCII)
 _FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))", re.ASCII)
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
+_DOLLAR = re.compile(r"(?<![^-+*/(\s])\\?\$\s*(?=[-+.(\d\\])", re.ASCII)
+_MIXED = re.compile(r"\d\s*\\[dt]?frac")
 _THIN_SPACES = re.compile(r"\\[,;! ]|~|\{,\}")
 
 
@@ -121,7 +124,7 @@ def read_number(text: str) -> Fraction | None:
     Digits may be grouped by commas. A dollar sign, an exponent and surrounding brackets are allowed. A fraction (``3/4``,
     ``\\frac{3}{4}``) is a number only in lowest terms.
     """
-    text = _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text).removeprefix("\\$").strip()
+    text = _DOLLAR.sub("", _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text), count=1).strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
     if (text.startswith(("-", "+"))) and text[1:2] == " ":
@@ -199,11 +202,14 @@ def _closed(text: str) -> bool:
 
 
 def _agree(sides: list[str], number: Fraction) -> bool:
-    """Return whether each side of an equation is the number, a name, or an expression of the same value."""
+    """Return whether each of the other sides of an equation is empty, a letter, or an expression of the same value."""
     for side in sides:
         if side and not re.fullmatch(r"[A-Za-z]", side):
+            if _MIXED.search(side):  # one and a half, or half of one
+                return False
+            plain = _GROUPED.sub(lambda found: found[0].replace(",", ""), side.replace("{,}", ","))
             try:
-                if exact_value(side)[0] != number:
+                if exact_value(_DOLLAR.sub("", plain), extended=True)[0] != number:
                     return False
             except (ValueError, ZeroDivisionError):
                 return False
@@ -229,6 +235,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Div: operator.truediv,
 }
 _LONGEST_EXPRESSION = 200
+_MOST_BITS = 4096
+"""Maximum length of a power in an expression."""
 _SPELLINGS = (
     (r"\\(?:times|cdot|ast)(?![a-zA-Z])", " * "),
     (r"\\div(?![a-zA-Z])", " / "),
@@ -239,8 +247,10 @@ _SPELLINGS = (
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
-def exact_value(expression: str) -> tuple[Fraction, list[int]]:
+def exact_value(expression: str, *, extended: bool = False) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression of integers, ``+ - * /`` and brackets, and the integers in it.
+
+    ``extended`` also reads signs before a number or bracket, decimals, and whole exponents (``^``, ``**``) of moderate size.
 
     ``\\times``, ``\\cdot``, ``\\div``, ``\\frac{}{}``, ``x`` between numbers, square brackets, braces and a factor right
     before a bracket are supported.
@@ -259,10 +269,12 @@ def exact_value(expression: str) -> tuple[Fraction, list[int]]:
         text = inner
     text = re.sub(r"(?<=[\d)])\s*(?=\()", "*", text.translate(str.maketrans("[]{}", "()()")))
     text = re.sub(r"(?<=\))\s*(?=\d)", "*", text)
-    if not re.fullmatch(r"[0-9\s+\-*/()]*", text):
-        raise ValueError(f"{expression!r} holds something other than integers, + - * / and brackets.")
+    text = text.replace("^", "**") if extended else text
+    other = f"{expression!r} holds something other than integers, + - * / and brackets."
+    if not re.fullmatch(r"[0-9\s.+\-*/()]*", text):
+        raise ValueError(other)
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text := text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is not an expression.") from error
     used: list[int] = []
@@ -273,6 +285,24 @@ def exact_value(expression: str) -> tuple[Fraction, list[int]]:
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"{expression!r} holds something other than integers, + - * / and brackets.")
+        if extended and isinstance(node, ast.Constant):
+            return Fraction(ast.get_source_segment(text, node) or "")
+        if extended and isinstance(node, ast.UnaryOp):
+            return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+        if extended and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            return _power(value(node.left), value(node.right))
+        raise ValueError(other)
 
     return value(tree.body), used
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return a power with a whole exponent.
+
+    Raises:
+        ValueError: If the exponent is none, or the result has too many digits.
+    """
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+    if exponent.denominator != 1 or bits > _MOST_BITS:
+        raise ValueError(f"A power with the exponent {exponent} is not computed.")
+    return Fraction(base ** int(exponent))
