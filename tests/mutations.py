@@ -4607,6 +4607,19 @@ MUTATIONS = [
         IMAGES,
     ),
     Mutation(
+        "a photo lies on its side", "envs/images.py",
+        "kept = image if found.getexif().get(_ORIENTATION, 1) == 1 else _upright(found)", "kept = image",
+        f"{IMAGES} -k upright",
+    ),
+    Mutation(
+        "an open photo lies on its side", "envs/images.py",
+        "exif_transpose(image).convert", "image.convert", f"{IMAGES} -k upright",
+    ),
+    Mutation(
+        "images of 16 bits are cut at 255", "envs/images.py",
+        'if image.mode[0] in "IF":', "if False:", f"{IMAGES} -k mode",
+    ),
+    Mutation(
         "images:N keeps the first images",
         "envs/context.py",
         "                dropped = part[\"type\"] == \"image\" and old > 0\n",
