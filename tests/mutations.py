@@ -2352,6 +2352,16 @@ MUTATIONS = [
         "state += [function.args, function.keywords]", "state += []", "tests/judges/test_judges.py -k made_otherwise",
     ),
     Mutation(
+        "an update lacks the entropy that its log has", "trainers/trainer.py",
+        "        for means in self.turn_means:\n            self._add_metrics(means.close(self.accelerator))\n"
+        "        with (\n"
+        '            self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")),\n',
+        '        with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):\n'
+        "            for means in self.turn_means:\n                self._add_metrics(means.close(self.accelerator))\n"
+        "        with (\n",
+        "tests/trainers/test_updates.py -k loop_of",
+    ),
+    Mutation(
         "an update has metrics of earlier ones", "trainers/manual_loop.py",
         "values[length:] if values is before else values", "values[length:] or values[-1:]",
         "tests/trainers/test_updates.py -k earlier_ones",
