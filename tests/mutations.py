@@ -3125,7 +3125,28 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
-        "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
+        "raise SystemExit(TERMINATED) from error", "return", "tests/trainers/test_stopping.py -k saves",
+    ),
+    Mutation(
+        "an error hides the signal before it", "checkpoints/stopping.py",
+        "        except Exception as error:\n            self.pass_on(",
+        "        except Exception as error:\n            False and self.pass_on(",
+        "tests/trainers/test_stopping.py -k error_after",
+    ),
+    Mutation(
+        "SIGTERM with an error after it is told as an exit of the user's code", "cli/errors.py",
+        "not Progress.training or leaving.code == _TERMINATED", "not Progress.training",
+        "tests/test_cli_errors.py -k sigterm",
+    ),
+    Mutation(
+        "an error at the end of updates hides the signal before it", "trainers/manual_loop.py",
+        "                if trainer.control.should_training_stop:\n                    self.finish()\n        except",
+        "            if trainer.control.should_training_stop:\n                self.finish()\n        except",
+        "tests/trainers/test_stopping.py -k error_after",
+    ),
+    Mutation(
+        "a signal is lost while a run by hand begins", "trainers/manual_loop.py",
+        'self._trainer.stop.pass_on("training had not begun")', "pass", "tests/trainers/test_stopping.py -k by_hand_begins",
     ),
     Mutation(
         "an adapter stays in use after its block", "adapters/roles.py",
