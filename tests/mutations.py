@@ -2352,6 +2352,16 @@ MUTATIONS = [
         "state += [function.args, function.keywords]", "state += []", "tests/judges/test_judges.py -k made_otherwise",
     ),
     Mutation(
+        "an update lacks the entropy that its log has", "trainers/trainer.py",
+        "        for means in self.turn_means:\n            self._add_metrics(means.close(self.accelerator))\n"
+        "        with (\n"
+        '            self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")),\n',
+        '        with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):\n'
+        "            for means in self.turn_means:\n                self._add_metrics(means.close(self.accelerator))\n"
+        "        with (\n",
+        "tests/trainers/test_updates.py -k loop_of",
+    ),
+    Mutation(
         "an update has metrics of earlier ones", "trainers/manual_loop.py",
         "values[length:] if values is before else values", "values[length:] or values[-1:]",
         "tests/trainers/test_updates.py -k earlier_ones",
@@ -3127,7 +3137,28 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
-        "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
+        "raise SystemExit(TERMINATED) from error", "return", "tests/trainers/test_stopping.py -k saves",
+    ),
+    Mutation(
+        "an error hides the signal before it", "checkpoints/stopping.py",
+        "        except Exception as error:\n            self.pass_on(",
+        "        except Exception as error:\n            False and self.pass_on(",
+        "tests/trainers/test_stopping.py -k error_after",
+    ),
+    Mutation(
+        "SIGTERM with an error after it is told as an exit of the user's code", "cli/errors.py",
+        "not Progress.training or leaving.code == _TERMINATED", "not Progress.training",
+        "tests/test_cli_errors.py -k sigterm",
+    ),
+    Mutation(
+        "an error at the end of updates hides the signal before it", "trainers/manual_loop.py",
+        "                if trainer.control.should_training_stop:\n                    self.finish()\n        except",
+        "            if trainer.control.should_training_stop:\n                self.finish()\n        except",
+        "tests/trainers/test_stopping.py -k error_after",
+    ),
+    Mutation(
+        "a signal is lost while a run by hand begins", "trainers/manual_loop.py",
+        'self._trainer.stop.pass_on("training had not begun")', "pass", "tests/trainers/test_stopping.py -k by_hand_begins",
     ),
     Mutation(
         "an adapter stays in use after its block", "adapters/roles.py",
@@ -4634,6 +4665,19 @@ MUTATIONS = [
         "    if width * height < 1 or width * height > MOST_PIXELS:",
         "    if False:",
         IMAGES,
+    ),
+    Mutation(
+        "a photo lies on its side", "envs/images.py",
+        "kept = image if found.getexif().get(_ORIENTATION, 1) == 1 else _upright(found)", "kept = image",
+        f"{IMAGES} -k upright",
+    ),
+    Mutation(
+        "an open photo lies on its side", "envs/images.py",
+        "exif_transpose(image).convert", "image.convert", f"{IMAGES} -k upright",
+    ),
+    Mutation(
+        "images of 16 bits are cut at 255", "envs/images.py",
+        'if image.mode[0] in "IF":', "if False:", f"{IMAGES} -k mode",
     ),
     Mutation(
         "images:N keeps the first images",

@@ -15,6 +15,7 @@ import pytest
 from installed import skip_without_libraries
 from trl import GRPOConfig
 
+from agile_trainers.checkpoints.stopping import TERMINATED
 from agile_trainers.cli import train
 from agile_trainers.cli.errors import Progress, guard, is_mistake, message, take_debug
 from agile_trainers.cli.main import main
@@ -262,6 +263,18 @@ def test_code_that_exits_in_training_ends_the_command_with_a_message_and_no_succ
     assert guard("grpo", train, debug=False) == status
     said = capsys.readouterr().err
     assert f"training was ended by SystemExit: {code}" in said and Path(__file__).name in said
+
+
+def test_sigterm_with_an_error_after_it_is_no_exit_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Progress, "training", False)
+
+    def train() -> None:
+        Progress.training = True
+        raise SystemExit(TERMINATED) from RuntimeError("the server is gone")
+
+    with pytest.raises(SystemExit) as stop:
+        guard("grpo", train, debug=False)
+    assert stop.value.code == 143
 
 
 def test_before_training_an_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,10 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside this block. A second signal has its earlier effect, but is never ignored."""
+        """Handle the signals inside this block. A second signal has its earlier effect, but is never ignored.
+
+        An error of the block after a signal goes on as :meth:`pass_on` does: a caller that goes on after errors stops too.
+        """
         self._requested, self._stopped = None, ""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in before.values() or threading.current_thread() is not threading.main_thread():
@@ -75,6 +78,9 @@ class GracefulStop(TrainerCallback):
         try:
             with _end_if_a_peer_is_gone():
                 yield
+        except Exception as error:
+            self.pass_on(f"{type(error).__name__} ended training; a resume goes on from the newest checkpoint", error)
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -153,19 +159,23 @@ class GracefulStop(TrainerCallback):
             setattr(args, name, value)
         self._changed = {}
 
-    def pass_on(self) -> None:
-        """Stop the caller of ``train`` too.
+    def pass_on(self, why: str = "", error: Exception | None = None) -> None:
+        """Stop the caller of ``train`` too, if a signal was heard.
+
+        Args:
+            why: The state of the run. Default: it is stopped or over.
+            error: The one that ended training, if any.
 
         Raises:
             KeyboardInterrupt: After SIGINT.
             SystemExit: After SIGTERM, with code 143.
         """
-        why = self._stopped or "training was over"
+        why = why or self._stopped or "training was over"
         if self._requested == signal.SIGTERM:
-            logger.warning("Terminated: %s.", why)
-            raise SystemExit(TERMINATED)
+            logger.warning("Terminated: %s.", why, exc_info=error)  # which the exit does not show
+            raise SystemExit(TERMINATED) from error
         if self._requested:
-            raise KeyboardInterrupt(why)
+            raise KeyboardInterrupt(why) from error
 
 
 @contextmanager

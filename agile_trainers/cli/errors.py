@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+_TERMINATED = 128 + signal.SIGTERM
 _LONGEST = 4000
 """Characters of a message."""
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
@@ -66,7 +68,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
         return 130
     except SystemExit as leaving:
-        if not Progress.training:  # --help, or a wrong option
+        # --help or a wrong option; or SIGTERM, of which an error after it was told (`GracefulStop.pass_on`).
+        if not Progress.training or leaving.code == _TERMINATED:
             raise
         place = traceback.extract_tb(leaving.__traceback__)[-1]
         print(

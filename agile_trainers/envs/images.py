@@ -22,6 +22,8 @@ MOST_PIXELS = 2**24
 MOST_IMAGES = 256
 """Images of an episode, at most."""
 _MOST_BYTES = 2**26
+_ORIENTATION = 0x112
+"""Tag of EXIF."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 DATA = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 """Beginning of an address that holds the image itself."""
@@ -73,7 +75,7 @@ def as_content(parts: Iterable[dict[str, Any]]) -> Content:
 
 
 def read_image(value: Any, source: str = "image") -> Image:
-    """Read an image.
+    """Read an image, and turn it as its EXIF orientation says.
 
     Args:
         value: A PIL image, an array (height, width), with 1, 3 or 4 channels last or none, of uint8, the bytes of a file,
@@ -84,7 +86,7 @@ def read_image(value: Any, source: str = "image") -> Image:
         The image; the same object for the same bytes, as long as it is in use.
 
     Raises:
-        ImageError: If it is none, cannot be decoded, has several frames, no pixels or too many.
+        ImageError: If it is none, cannot be decoded, has several frames, no pixels or too many, or more than 8 bits each.
         ImportError: If Pillow is not installed.
     """
     if isinstance(value, Image):
@@ -98,25 +100,24 @@ def read_image(value: Any, source: str = "image") -> Image:
     if isinstance(value, np.ndarray):
         value = _of_array(value)
     if isinstance(value, PIL.Image.Image):
-        _check_size(value)
-        file = BytesIO()
-        value.convert("RGB").save(file, "PNG", compress_level=1)
-        return _shared(Image(file.getvalue()))
+        _check(value)
+        return _shared(_upright(value))
     data = _bytes_of(value, source)
     if len(data) > _MOST_BYTES:
         raise ImageError(f"An image has {len(data):,} bytes; expected at most {_MOST_BYTES:,}.")
     image = Image(data)
-    if image.digest in _known:
-        return _shared(image)
+    if (known := _known.get(image.digest)) is not None:
+        return known
     try:
         with PIL.Image.open(BytesIO(data), formats=_FORMATS) as found:
-            _check_size(found)
+            _check(found)
             found.load()
+            kept = image if found.getexif().get(_ORIENTATION, 1) == 1 else _upright(found)
     except ImageError:
         raise
     except Exception as error:  # whatever a decoder makes of broken bytes
         raise ImageError(f"An image of {len(data):,} bytes cannot be read: {type(error).__name__}: {error}") from error
-    return _shared(image)
+    return _known.setdefault(image.digest, _shared(kept))
 
 
 def is_image(value: Any) -> bool:
@@ -155,6 +156,15 @@ def size_of(image: Image) -> tuple[int, int]:
 
     with PIL.Image.open(BytesIO(image.data), formats=_FORMATS) as found:
         return found.size
+
+
+def _upright(image: Any) -> Image:
+    """Return a PIL image as a file that no metadata turn: viewers differ in those that they obey."""
+    from PIL.ImageOps import exif_transpose
+
+    file = BytesIO()
+    exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+    return Image(file.getvalue())
 
 
 def _shared(image: Image) -> Image:
@@ -201,7 +211,7 @@ def _bytes_of(value: Any, source: str) -> bytes:
     raise ImageError(f"An image is a PIL image, an array, bytes or a path, not {type(value).__name__}.")
 
 
-def _check_size(image: Any) -> None:
+def _check(image: Any) -> None:
     width, height = image.size
     if width * height < 1 or width * height > MOST_PIXELS:
         raise ImageError(
@@ -209,3 +219,8 @@ def _check_size(image: Any) -> None:
         )
     if getattr(image, "is_animated", False):  # the number of frames would take long to count
         raise ImageError("An image has several frames; expected one. Choose a frame.")
+    if image.mode[0] in "IF":  # Pillow would cut their values at 255
+        raise ImageError(
+            f"An image of mode {image.mode} has values of more than 8 bits; expected 0 to 255. Scale them to that range, "
+            "and pass them as an array of uint8."
+        )

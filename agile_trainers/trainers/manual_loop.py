@@ -103,6 +103,7 @@ class Updates:
     def intercept(self, arguments: dict[str, Any]) -> None:
         """Exit ``Trainer.train`` before its first epoch if :meth:`start` called it; see ``_run_epoch``."""
         if self.is_beginning:
+            self._trainer.stop.pass_on("training had not begun")
             self._epoch = arguments
             self._micro_steps = arguments["steps_trained_in_current_epoch"]
             self._batches = self._drawn(arguments)
@@ -317,16 +318,15 @@ class Updates:
                         "steps_trained_in_current_epoch": 0,
                     }
                 )
+                if trainer.control.should_training_stop:
+                    self.finish()
         except BaseException:
             self.close()
             raise
         finally:
             handler.__dict__.pop("on_epoch_end", None)
-        result = self._meter.read()
-        if trainer.control.should_training_stop:
-            self.finish()
         trainer.stop.pass_on()
-        return result
+        return self._meter.read()
 
     @contextmanager
     def watched(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> Iterator[None]:

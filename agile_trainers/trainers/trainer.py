@@ -617,11 +617,13 @@ class MultiTurnTrainer(_Trainer):
 
     @with_episodes
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
-            for means in self.turn_means:
-                self._add_metrics(means.close(self.accelerator))
-            with self.health.looking(self.state.global_step, self._metrics["train"]):
-                super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        for means in self.turn_means:
+            self._add_metrics(means.close(self.accelerator))
+        with (
+            self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")),
+            self.health.looking(self.state.global_step, self._metrics["train"]),
+        ):
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------- evaluation
 

@@ -7,13 +7,16 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import hostile_images
 import numpy as np
+import PIL.Image
 import pytest
 import torch
+from transformers.image_utils import load_image
 
 from agile_environments.colours import Colours, bitmap, expert_policy
 from agile_trainers.envs import images
@@ -39,6 +42,10 @@ from image_models import IMAGE_ARCHITECTURES, Gallery, make_image_model, noise
 NAMES = [name for name in IMAGE_ARCHITECTURES if name != "llava_onevision"]
 NEED_VIDEOS = ("qwen", "smolvlm")
 """Models whose processors need torchvision, for videos."""
+ORIENTATION = 0x112
+TURNED = PIL.Image.Exif()
+"""The metadata of a photo that is to be turned by 90 degrees."""
+TURNED[ORIENTATION] = 6
 
 
 @cache
@@ -295,6 +302,11 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "elsewhere": (lambda: "https://example.com/image.png", "addresses are not fetched"),
     "missing": (lambda: "/no/such/file.png", "is no file"),
     "a number": (lambda: 7, "not int"),
+    **{
+        f"mode {mode}": (lambda mode=mode: PIL.Image.new(mode, (4, 4)), f"of mode {mode} .* array of uint8")
+        for mode in ("I", "F", "I;16", "I;16B")
+    },
+    "mode I;16, a file": (lambda: hostile_images.file_of(PIL.Image.new("I;16", (4, 4))), "of mode I(;16)? .* array of"),
 }
 
 
@@ -309,6 +321,30 @@ def test_hostile_images_cost_their_episode(case: str) -> None:
     episodes = [scripted("idefics3", "7", Hostile), scripted("idefics3", "7")]
     assert [episode.stop_reason for episode in episodes] == [StopReason.ENVIRONMENT_ERROR, StopReason.TERMINATED]
     assert re.search(expected, episodes[0].error), episodes[0].error
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("source", ["path", "bytes", "open", "by hand"])
+def test_a_turned_image_is_shown_upright(tmp_path: Path, kind: str, source: str) -> None:
+    """As transformers and datasets show it. What is kept is upright for a reader that knows no orientation."""
+    (path := tmp_path / "photo").write_bytes(hostile_images.file_of(noise(0, (24, 40)), kind, exif=TURNED))
+    given = {
+        "path": lambda: (str(path), "path"),
+        "bytes": lambda: (path.read_bytes(),),
+        "open": lambda: (PIL.Image.open(path),),
+        "by hand": lambda: (Image(path.read_bytes()),),
+    }[source]
+    image = images.read_image(*given())
+    expected = load_image(str(path))
+    assert expected.size == images.size_of(image) == tuple(reversed(PIL.Image.open(path).size))
+    assert opened(image).tobytes() == expected.tobytes() == PIL.Image.open(BytesIO(image.data)).convert("RGB").tobytes()
+    assert PIL.Image.open(BytesIO(image.data)).getexif().get(ORIENTATION, 1) == 1
+    assert images.read_image(*given()) is images.read_image(image) is image
+
+
+def test_an_upright_photo_is_kept_as_it_is() -> None:
+    data = hostile_images.file_of(noise(0), "JPEG", exif=b"Exif\0\0" + PIL.Image.Exif().tobytes()[6:])
+    assert images.read_image(data).data == data
 
 
 def test_images_of_an_episode_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,54 @@ def test_a_signal_in_an_evaluation_saves_its_step(embedded_model, tmp_path, warn
     assert warned[-1].startswith("Terminated: training was over." if step == 2 else "Terminated: stopped at step 1;")
 
 
+class Breaks(Signal):
+    """Sends itself a signal, and raises an error in the same step, or at the end of the run."""
+
+    def __init__(self, number: int, at_end: bool):
+        super().__init__(number)
+        self.at_end = at_end
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        signal.raise_signal(self.number)
+        if not self.at_end:
+            raise RuntimeError("the server is gone")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the server is gone")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_error_after_a_signal_does_not_keep_its_caller_going(
+    embedded_model, tmp_path, warned, number, by_hand, at_end
+):
+    """A loop of trainings that goes on after errors ends too, and the error is told."""
+    before = signal.getsignal(number)
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=2, callbacks=[Breaks(number, at_end)])
+    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt) as stop:
+        trainer.update(trainer.rollout()) if by_hand else trainer.train()
+    assert str(stop.value.__cause__) == "the server is gone" and signal.getsignal(number) is before
+    assert not trainer.updates.is_open and bool(list(tmp_path.glob("checkpoint-1"))) is at_end
+    said = "RuntimeError ended training; a resume goes on from the newest checkpoint"
+    assert warned[-1] == f"Terminated: {said}." if number == signal.SIGTERM else str(stop.value) == said
+
+
+class Early(TrainerCallback):
+    """Sends itself SIGTERM before the first step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_while_a_run_by_hand_begins_stops_its_caller(embedded_model, tmp_path, warned):
+    trainer = make_trainer(embedded_model, tmp_path, callbacks=[Early()])
+    with pytest.raises(SystemExit) as stop:
+        trainer.start()
+    assert stop.value.code == 143 and stop.value.__cause__ is None and not trainer.updates.is_open
+    assert warned[-1] == "Terminated: training had not begun."
+
+
 LONELY = """
 import os, signal, sys, threading
 from agile_trainers.checkpoints import stopping
