@@ -4165,6 +4165,11 @@ MUTATIONS = [
         SERVER,
     ),
     Mutation(
+        "a program's key sets its reward", "rollout/agents/rollout.py",
+        'self._find(key, "reward_key")', "self._find(key)",
+        "tests/rollout/agents/test_faults.py -k own_reward",
+    ),
+    Mutation(
         "a cut answer of another endpoint ends as if it were whole", "rollout/agents/server.py",
         "if ours.prepared:",
         "if ours.prepared and await ours.write_eof() is None:\n                return ours\n            if ours.prepared:",

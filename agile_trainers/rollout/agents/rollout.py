@@ -11,7 +11,7 @@ from typing import Any
 from agile_trainers.envs.agent import Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
 from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse_request
-from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
+from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket, wrong_key
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -58,7 +58,8 @@ class AgentRollout:
         agent = self._pool.agent(spec.environment)
         assert agent is not None
         self._episodes[key] = episode = AgentEpisode(key, spec, limits, self._chat, agent)
-        model = Model(self._server.base_url, self._exchange.admit(episode), POLICY)
+        api_key, reward_key = self._exchange.admit(episode)
+        model = Model(self._server.base_url, api_key, POLICY, reward_key)
         self._pool.play(key, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
 
     def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
@@ -122,20 +123,23 @@ class _Exchange:
     def __init__(self, post: Callable[[Outcome], None]) -> None:
         self._post = post
         self._episodes: dict[str, AgentEpisode] = {}
-        self._keys: dict[AgentEpisode, str] = {}
-        self._first = f"sk-{secrets.token_urlsafe(8)}-"
-        """The first characters of all keys, by which those of episodes that have ended are known."""
+        self._keys: dict[AgentEpisode, tuple[str, str]] = {}
+        number = secrets.token_urlsafe(8)
+        self._first = {"api_key": f"sk-{number}-", "reward_key": f"rk-{number}-"}
+        """The first characters of all keys of a kind, by which those of episodes that have ended are known."""
         self._closed = False
 
-    def admit(self, episode: AgentEpisode) -> str:
-        """Make an episode's key."""
-        key = self._first + secrets.token_urlsafe(32)
-        self._episodes[key], self._keys[episode] = episode, key
-        return key
+    def admit(self, episode: AgentEpisode) -> tuple[str, str]:
+        """Make an episode's keys, of its requests and of its rewards."""
+        api_key, reward_key = (first + secrets.token_urlsafe(32) for first in self._first.values())
+        self._episodes[api_key] = self._episodes[reward_key] = episode
+        self._keys[episode] = api_key, reward_key
+        return api_key, reward_key
 
     def dismiss(self, episode: AgentEpisode) -> None:
         """Take no more requests of an episode."""
-        del self._episodes[self._keys.pop(episode)]
+        for key in self._keys.pop(episode):
+            del self._episodes[key]
 
     def close(self) -> None:
         """Take no more requests."""
@@ -158,7 +162,7 @@ class _Exchange:
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
         """Take a reward of one call."""
-        episode = self._find(key)
+        episode = self._find(key, "reward_key")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
             raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
         if call is not None and not isinstance(call, str):
@@ -176,9 +180,9 @@ class _Exchange:
         if not self._closed and (episode := self._episodes.get(key)) is not None:
             self._post(Outcome(episode.index, what, ticket))
 
-    def _find(self, key: str) -> AgentEpisode:
-        if not key.startswith(self._first):
-            raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
+    def _find(self, key: str, kind: str = "api_key") -> AgentEpisode:
+        if not key.startswith(self._first[kind]):
+            raise wrong_key(kind)
         episode = self._episodes.get(key)
         if self._closed or episode is None:
             raise over()

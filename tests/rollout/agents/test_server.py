@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from answering import KEY, Answering, said
+from answering import KEY, REWARD_KEY, Answering, said
 
 from agile_trainers.envs.agent import Endpoint, Model
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Marks, Refusal
@@ -108,7 +108,7 @@ def test_models_are_listed(server: AgentServer) -> None:
 
 
 def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
-    model = Model(server.base_url, KEY)
+    model = Model(server.base_url, KEY, reward_key=REWARD_KEY)
     model.reward(0.5, call="chatcmpl-a1")
     model.reward(1)
     model.reward(np.float32(0.25))
@@ -119,8 +119,8 @@ def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
         model.reward("much")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NaN"):
         model.reward(float("nan"))
-    with pytest.raises(ValueError, match="no episode with this key"):
-        Model(server.base_url, "another").reward(1.0)
+    with pytest.raises(ValueError, match=r"expected model\.reward_key"):
+        Model(server.base_url, KEY, reward_key=KEY).reward(1.0)
 
 
 def test_a_proxy_is_warned_of_and_gets_no_reward(
@@ -131,7 +131,7 @@ def test_a_proxy_is_warned_of_and_gets_no_reward(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://user:secret@127.0.0.1:9")
     with AgentServer(answering) as server:
-        Model(server.base_url, KEY).reward(1.0)
+        Model(server.base_url, KEY, reward_key=REWARD_KEY).reward(1.0)
     assert answering.rewards == [(1.0, None)]
     assert "Set NO_PROXY=127.0.0.1,localhost" in caplog.text and "secret" not in caplog.text
     caplog.clear()
