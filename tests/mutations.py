@@ -4365,8 +4365,17 @@ MUTATIONS = [
     ),
     Mutation(
         "all episodes wait until megabytes are encoded", "rollout/agents/episode.py",
-        "if least > self.limits.max_model_length:", "if False:",
+        "if characters > self.limits.max_model_length * longest:", "if False:",
         "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "megabytes of tools are no part of a prompt", "rollout/agents/episode.py",
+        "yield from _json_characters(request.tools)", "yield 0",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "a request has any number of stop strings", "rollout/agents/dialects/base.py",
+        "if len(items) > MOST_STOPS:", "if False:", DIALECTS,
     ),
     Mutation(
         "an activity that began anew counts from there", "rollout/environment_pool.py",
