@@ -3241,8 +3241,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'del self._episodes[self._keys.pop(episode)]',
-        'self._keys.pop(episode).upper()',
+        'del self._episodes[key]', 'key.upper()',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
@@ -4034,8 +4033,12 @@ MUTATIONS = [
         "copy.completion_mask[:, :2] = 1", "pass", "tests/trainers/test_paths_runs.py -k two_processes",
     ),
     Mutation(
-        "a client that connects while the server closes waits", "rollout/agents/server.py",
-        "for _ in range(_TURNS):", "for _ in range(0):", "tests/rollout/agents/test_faults.py -k no_client_waits",
+        "connections take all files of the process", "rollout/agents/server.py",
+        "full = len(server.connections) >= most", "full = False", f"{SERVER} -k leave_files",
+    ),
+    Mutation(
+        "an isolated program holds any number of connections", "envs/isolation/process_tree.py",
+        "while room.acquire():", "while True:", "tests/envs/test_agent_isolation.py -k few_connections",
     ),
     Mutation(
         "a client that hangs up cancels the answer", "rollout/agents/server.py",

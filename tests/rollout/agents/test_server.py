@@ -6,9 +6,11 @@ import gzip
 import http.client
 import json
 import logging
+import resource
 import socket
 import struct
 import threading
+import time
 import tracemalloc
 import urllib.request
 from collections.abc import Iterator
@@ -286,6 +288,28 @@ def test_the_key_is_not_logged(server: AgentServer, caplog: pytest.LogCaptureFix
                 pass
     assert _ask(server, "/chat/completions", CHAT)[0] == 200
     assert KEY not in caplog.text
+
+
+def test_connections_leave_files_to_the_rest_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of eight files connections take six; the seventh waits for one of them to end."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 8))
+    with Answering(lambda request: None) as answering, AgentServer(answering) as server:
+        connections = [_raw(server, CHAT) for _ in range(6)]
+        answering.wait_for(asked=6)
+        connections.append(_raw(server, CHAT))
+        deadline = time.monotonic() + 60
+        while "hold 6 connections to the endpoint, of 8 files" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(answering.asked) == 6 and not answering.ends
+        connections[0].close()
+        answering.wait_for(asked=7)
+        assert answering.ends == [("abandoned", answering.ends[0][1])]
+        for connection in connections:
+            connection.close()
+    assert caplog.text.count("hold 6 connections") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ hang-ups
