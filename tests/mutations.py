@@ -3284,8 +3284,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
-        'del self._episodes[self.keys.pop(episode)]',
-        'self.keys.pop(episode).upper()',
+        'del self._episodes[key]', 'key.upper()',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
@@ -4094,8 +4093,12 @@ MUTATIONS = [
         "copy.completion_mask[:, :2] = 1", "pass", "tests/trainers/test_paths_runs.py -k two_processes",
     ),
     Mutation(
-        "a client that connects while the server closes waits", "rollout/agents/server.py",
-        "for _ in range(_TURNS):", "for _ in range(0):", "tests/rollout/agents/test_faults.py -k no_client_waits",
+        "connections take all files of the process", "rollout/agents/server.py",
+        "full = len(server.connections) >= most", "full = False", f"{SERVER} -k leave_files",
+    ),
+    Mutation(
+        "an isolated program holds any number of connections", "envs/isolation/process_tree.py",
+        "while room.acquire():", "while True:", "tests/envs/test_agent_isolation.py -k few_connections",
     ),
     Mutation(
         "a client that hangs up cancels the answer", "rollout/agents/server.py",
@@ -4223,6 +4226,11 @@ MUTATIONS = [
         'headers |= {"Authorization": f"Bearer {endpoint.api_key}", "x-api-key": endpoint.api_key}',
         'headers |= {"x-api-key": _key(request)}',
         SERVER,
+    ),
+    Mutation(
+        "a program's key sets its reward", "rollout/agents/rollout.py",
+        'self._find(key, "reward_key")', "self._find(key)",
+        "tests/rollout/agents/test_faults.py -k own_reward",
     ),
     Mutation(
         "a cut answer of another endpoint ends as if it were whole", "rollout/agents/server.py",
@@ -4420,8 +4428,17 @@ MUTATIONS = [
     ),
     Mutation(
         "all episodes wait until megabytes are encoded", "rollout/agents/episode.py",
-        "if least > self.limits.max_model_length:", "if False:",
+        "if characters > self.limits.max_model_length * longest:", "if False:",
         "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "megabytes of tools are no part of a prompt", "rollout/agents/episode.py",
+        "yield from _json_characters(request.tools)", "yield 0",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "a request has any number of stop strings", "rollout/agents/dialects/base.py",
+        "if len(items) > MOST_STOPS:", "if False:", DIALECTS,
     ),
     Mutation(
         "an activity that began anew counts from there", "rollout/environment_pool.py",

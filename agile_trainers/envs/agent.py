@@ -41,9 +41,11 @@ class Model:
     base_url: str
     """The base URL of OpenAI's clients; it ends with ``/v1``."""
     api_key: str = field(repr=False)
-    """Valid for this episode alone."""
+    """Key of the model's answers, valid for this episode alone."""
     name: str = "policy"
     """Answers of ``policy`` are trained, those of ``policy-frozen`` are not; both have the same weights."""
+    reward_key: str = field(default="", repr=False)
+    """Key of :meth:`reward`. Whoever has it sets the reward: it belongs in no program that the model may command."""
 
     @property
     def anthropic_base_url(self) -> str:
@@ -63,7 +65,7 @@ class Model:
         request = urllib.request.Request(
             f"{self.base_url}/reward",
             json.dumps({"value": value, "call": call}, default=_number).encode(),
-            {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+            {"Authorization": f"Bearer {self.reward_key}", "Content-Type": "application/json"},
         )
         # A proxy of the user's environment, which reaches no loopback, would get the key.
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

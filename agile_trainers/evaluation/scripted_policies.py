@@ -32,6 +32,7 @@ from agile_trainers.rollout.agents.requests import (
     Refusal,
     Ticket,
     check_request,
+    wrong_key,
 )
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.rollout.engine import RolloutEngine
@@ -294,8 +295,8 @@ async def _play(
     episodes = []
     with AgentServer(exchange) as server:
         for seed in seeds:
-            key, episode = exchange.admit(seed)
-            result = await environment.play(Model(server.base_url, key), Task(row, seed))
+            model, episode = exchange.admit(server.base_url, seed)
+            result = await environment.play(model, Task(row, seed))
             episode.reward, episode.info = validate_result(result)
             episodes.append(episode)
     return episodes
@@ -307,17 +308,19 @@ class _Played:
     def __init__(self, agent: Agent, policy: ScriptedPolicy) -> None:
         self._agent, self._policy = agent, policy
         self._episodes: dict[str, tuple[PlayedAgent, random.Random]] = {}
+        self._reward_keys = set[str]()
         self._said: dict[tuple[str, str], list[Message]] = {}
         """Conversations up to an answer, without its instructions, by the episode's key and the answer's id."""
 
-    def admit(self, seed: int) -> tuple[str, PlayedAgent]:
-        key, episode = f"sk-{secrets.token_urlsafe(32)}", PlayedAgent()
-        self._episodes[key] = episode, random.Random(f"player {seed}")
-        return key, episode
+    def admit(self, base_url: str, seed: int) -> tuple[Model, PlayedAgent]:
+        api_key, reward_key = (f"{kind}-{secrets.token_urlsafe(32)}" for kind in ("sk", "rk"))
+        self._episodes[api_key] = episode, _ = PlayedAgent(), random.Random(f"player {seed}")
+        self._reward_keys.add(reward_key)
+        return Model(base_url, api_key, POLICY, reward_key), episode
 
     def models(self, key: str) -> Mapping[str, Endpoint]:
         if key not in self._episodes:
-            raise Refusal("The key is of no episode; expected model.api_key.", 401, "invalid_api_key")
+            raise wrong_key("api_key")
         return self._agent.models
 
     def ask(self, key: str, ticket: Ticket) -> None:
@@ -359,4 +362,6 @@ class _Played:
 
     def abandoned(self, key: str, ticket: Ticket) -> None: ...
 
-    def reward(self, key: str, value: Any, call: str | None) -> None: ...
+    def reward(self, key: str, value: Any, call: str | None) -> None:
+        if key not in self._reward_keys:
+            raise wrong_key("reward_key")

@@ -6,10 +6,12 @@ import asyncio
 import http.server
 import json
 import os
+import select
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import LANDLOCK, NONE, OPTION, IsolationError
 
 
@@ -79,6 +82,38 @@ threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
 """
     info = ran(endpoint, program)
     assert info == {"exit_code": 0, "stdout": "whole\n" * 8, "stderr": ""}
+
+
+def test_a_program_holds_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a file of the training process; further ones wait until one has ended."""
+    monkeypatch.setattr(process_tree, "_CONNECTIONS", 2)
+    address, (channel, theirs) = ("127.0.0.1", 0), socket.socketpair()
+
+    def forward() -> None:
+        with suppress(OSError):
+            process_tree._forward(channel, endpoint.getsockname()[1])
+
+    with socket.create_server(address) as inside, socket.create_server(address) as endpoint, channel, theirs:
+        socket.send_fds(theirs, [b"x"], [inside.fileno()])
+        thread = threading.Thread(target=forward, daemon=True)
+        thread.start()
+        clients = [socket.create_connection(inside.getsockname()) for _ in range(3)]
+        endpoint.settimeout(60)
+        reached = [endpoint.accept()[0] for _ in range(2)]
+        assert not select.select([endpoint], [], [], 0.2)[0]
+        for one in clients[:2]:
+            one.close()
+        for one in reached:
+            assert one.recv(1) == b""
+            one.close()
+        reached.append(endpoint.accept()[0])
+        clients[2].sendall(b"later")
+        assert reached[2].recv(5) == b"later"
+        for one in (clients[2], reached[2]):
+            one.close()
+        inside.shutdown(socket.SHUT_RDWR)  # so that nothing more is accepted
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.bubblewrap

@@ -41,7 +41,9 @@ class Plays:
                 text = answer["choices"][0]["message"]["content"]
                 observation, reward, terminated, truncated, info = environment.step(text)
                 async with client.post(
-                    f"{model.base_url}/reward", json={"value": reward, "call": answer["id"]}
+                    f"{model.base_url}/reward",
+                    json={"value": reward, "call": answer["id"]},
+                    headers={"Authorization": f"Bearer {model.reward_key}"},
                 ) as sent:
                     assert sent.status == 200
                 messages += [{"role": "assistant", "content": text}, *as_messages(observation)]

@@ -46,6 +46,8 @@ _ABANDONED_SECONDS = 60.0
 """Age from which a folder that nobody holds is removed."""
 _REAL_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PART = 1 << 16
+_CONNECTIONS = 64
+"""Connections of an isolated program to the endpoint at once; each takes a file of the training process."""
 _WORK = "work"
 """Name of the working folder."""
 
@@ -315,16 +317,21 @@ def _forward(channel: socket.socket, port: int) -> None:
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     if not descriptors:  # the program did not start
         return
+    room = threading.Semaphore(_CONNECTIONS)
     with socket.socket(fileno=descriptors[0]) as server:
-        while True:
+        while room.acquire():  # further connections wait to be accepted
             client, _ = server.accept()
-            try:
-                endpoint = socket.create_connection(("127.0.0.1", port))
-            except OSError:
-                client.close()
-                continue
-            for one, other in ((client, endpoint), (endpoint, client)):
-                threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+            threading.Thread(target=_connect, args=(client, port, room), daemon=True).start()
+
+
+def _connect(client: socket.socket, port: int, room: threading.Semaphore) -> None:
+    """Connect a client with the endpoint, until both have ended."""
+    with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as endpoint:
+        answers = threading.Thread(target=_pump, args=(endpoint, client), daemon=True)
+        answers.start()
+        _pump(client, endpoint)
+        answers.join()
+    room.release()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -8,13 +8,13 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -509,13 +509,11 @@ class AgentEpisode:
                 _send(ticket, earlier.answer)
             return []
         self._check(request)
+        if len(request.messages) > self.limits.max_model_length:  # each has a token of its own
+            raise self._too_long(len(request.messages))
         messages = self._messages(request)
+        self._check_size(request)
         asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
-        # Every part of a message has a token of its own. Megabytes take minutes to encode, and all episodes would wait.
-        texts = [part.get("text", "") for one in messages for part in parts_of(one)]
-        least = sum(len(text) // self.chat.longest_token + 1 for text in texts)
-        if least > self.limits.max_model_length:
-            raise self._too_long(least)
         try:
             pictures = self.chat.pictures(messages)
             first = self._rendered(asked, messages)
@@ -573,6 +571,13 @@ class AgentEpisode:
                 "asked for. Let the agent end here, or raise max_turns.",
                 code=MAX_TURNS,
             )
+
+    def _check_size(self, request: ChatRequest) -> None:
+        """Refuse a request that is too long whatever its tokens are: megabytes take minutes, and all episodes would wait."""
+        longest = self.chat.longest_token
+        for characters in accumulate(_least_characters(request, longest)):
+            if characters > self.limits.max_model_length * longest:
+                raise self._too_long(-(-characters // longest))
 
     def _messages(self, request: ChatRequest) -> list[Message]:
         """Return the whole conversation that a request asks to be answered, as plain data."""
@@ -775,6 +780,28 @@ def _whole(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def _least_characters(request: ChatRequest, longest: int) -> Iterator[int]:
+    """Yield the least that each text of a request takes in its prompt, in characters; ``longest`` are those of a token."""
+    for message in request.messages:
+        for part in parts_of(message):  # each has a token of its own
+            yield (len(part.get("text", "")) // longest + 1) * longest
+        for call in message.get("tool_calls") or ():
+            yield from _json_characters(call.get("function"))
+    yield from _json_characters(request.tools)
+
+
+def _json_characters(value: Any) -> Iterator[int]:
+    """Yield the characters of each text in JSON data, and one for what parts it from the next one."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            left.extend(chain.from_iterable(item.items()))
+        elif isinstance(item, list):
+            left.extend(item)
+        yield 1 + len(item) if isinstance(item, str) else 1
 
 
 def _digest_of(ids: Sequence[int]) -> bytes:

@@ -33,6 +33,12 @@ class Refusal(Exception):
         self.code = code
 
 
+def wrong_key(kind: str) -> Refusal:
+    """The refusal of a key that is none of this kind, ``"api_key"`` or ``"reward_key"``."""
+    hint = ", which a program does not get: what `score` returns is its reward" if kind == "reward_key" else ""
+    return Refusal(f"The key is of no episode of this rollout; expected model.{kind}{hint}.", 401, "invalid_api_key")
+
+
 @dataclass
 class ChatRequest:
     """A request, whatever its dialect.
@@ -196,6 +202,8 @@ class Exchange(Protocol):
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
         """Take a reward of one call, by the answer's id as the client saw it, with its dialect's prefix.
+
+        ``key`` is ``model.reward_key``: with the key of requests, code that the model has written could reward itself.
 
         Raises:
             Refusal: If the episode is over or unknown, or the value is not a finite number.

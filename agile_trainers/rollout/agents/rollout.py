@@ -10,7 +10,7 @@ from typing import Any
 from agile_trainers.envs.agent import Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
 from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse_request
-from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
+from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket, wrong_key
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -53,7 +53,8 @@ class AgentRollout:
         agent = self._pool.agent(spec.environment)
         assert agent is not None
         episode = AgentEpisode(key, spec, limits, self._chat, agent)
-        model = Model(self._server.base_url, self._exchange.admit(episode), POLICY)
+        api_key, reward_key = self._exchange.admit(episode)
+        model = Model(self._server.base_url, api_key, POLICY, reward_key)
         self._pool.play(key, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
         return episode
 
@@ -98,20 +99,23 @@ class _Exchange:
     def __init__(self, post: Callable[[Outcome], None]) -> None:
         self._post = post
         self._episodes: dict[str, AgentEpisode] = {}
-        self.keys: dict[AgentEpisode, str] = {}
+        self.keys: dict[AgentEpisode, tuple[str, str]] = {}
         """Episodes under way to their keys."""
-        self._first = f"sk-{secrets.token_urlsafe(8)}-"
-        """The first characters of all keys, by which those of episodes that have ended are known."""
+        number = secrets.token_urlsafe(8)
+        self._first = {"api_key": f"sk-{number}-", "reward_key": f"rk-{number}-"}
+        """The first characters of all keys of a kind, by which those of episodes that have ended are known."""
 
-    def admit(self, episode: AgentEpisode) -> str:
-        """Make an episode's key."""
-        key = self._first + secrets.token_urlsafe(32)
-        self._episodes[key], self.keys[episode] = episode, key
-        return key
+    def admit(self, episode: AgentEpisode) -> tuple[str, str]:
+        """Make an episode's keys, of its requests and of its rewards."""
+        api_key, reward_key = (first + secrets.token_urlsafe(32) for first in self._first.values())
+        self._episodes[api_key] = self._episodes[reward_key] = episode
+        self.keys[episode] = api_key, reward_key
+        return api_key, reward_key
 
     def dismiss(self, episode: AgentEpisode) -> None:
         """Take no more requests of an episode."""
-        del self._episodes[self.keys.pop(episode)]
+        for key in self.keys.pop(episode):
+            del self._episodes[key]
 
     def close(self) -> None:
         """Take no more requests."""
@@ -134,7 +138,7 @@ class _Exchange:
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
         """Take a reward of one call."""
-        episode = self._find(key)
+        episode = self._find(key, "reward_key")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
             raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
         if call is not None and not isinstance(call, str):
@@ -152,9 +156,9 @@ class _Exchange:
         if (episode := self._episodes.get(key)) is not None:
             self._post(Outcome(episode.index, what, ticket))
 
-    def _find(self, key: str) -> AgentEpisode:
-        if not key.startswith(self._first):
-            raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
+    def _find(self, key: str, kind: str = "api_key") -> AgentEpisode:
+        if not key.startswith(self._first[kind]):
+            raise wrong_key(kind)
         episode = self._episodes.get(key)
         if episode is None:
             raise over()

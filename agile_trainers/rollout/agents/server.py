@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import resource
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,8 +32,10 @@ _DO_NOT_RETRY = {"x-should-retry": "false"}
 """The header by which OpenAI's and Anthropic's clients decide, whatever the status."""
 _LAST_SECONDS = 0.05
 """Time that open requests get when the server closes, before they are cancelled; 0 means without end to aiohttp."""
-_TURNS = 10
-"""Turns of the event loop in which a connection that was accepted begins; it takes three."""
+_SHARE = 0.75
+"""The share of the files that this process may open which connections take at most: it opens checkpoints, logs, programs."""
+_PAUSE = 0.05
+"""Seconds between two looks for room for a connection that waits."""
 _PASSED_BACK = ("Content-Type", "Retry-After", "x-should-retry")
 """Headers of another endpoint's answer that the agent gets."""
 
@@ -110,23 +113,46 @@ class AgentServer:
             app, handler_cancellation=True, access_log=None, logger=_http_logger, shutdown_timeout=_LAST_SECONDS
         )
         listening = socket.create_server(("127.0.0.1", 0), backlog=_QUEUE)
+        listening.setblocking(False)
+        self._port = listening.getsockname()[1]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as self._client:
+            await runner.setup()
+            assert runner.server is not None
+            accepting = asyncio.create_task(self._accept(listening, runner.server))
             try:
-                await runner.setup()
-                await web.SockSite(runner, listening, backlog=_QUEUE).start()
-                self._port = runner.addresses[0][1]
                 started.set_result(None)
                 await self._stop.wait()
             finally:
-                self._loop.remove_reader(listening)
-                # asyncio loses connections that it has accepted and not begun when its server closes: their clients wait.
-                for _ in range(_TURNS):
-                    await asyncio.sleep(0)
+                accepting.cancel()
+                await asyncio.gather(accepting, return_exceptions=True)
+                listening.close()
                 connections = [] if runner.server is None else [one.transport for one in runner.server.connections]
                 await runner.cleanup()
                 for connection in connections:
                     if connection is not None:
                         connection.abort()  # one whose client does not read would never be closed
+
+    async def _accept(self, listening: socket.socket, server: web.Server) -> None:
+        """Begin connections, as long as there are files left for the rest of this process. Further ones wait."""
+        limit, loop, warned = resource.getrlimit(resource.RLIMIT_NOFILE)[0], asyncio.get_running_loop(), False
+        most = float("inf") if limit == resource.RLIM_INFINITY else int(limit * _SHARE)
+        while True:
+            full = len(server.connections) >= most
+            if not full:
+                try:
+                    connection, _ = await loop.sock_accept(listening)
+                    await loop.connect_accepted_socket(server, connection)
+                except OSError:  # no file is left, or the client has hung up
+                    full = True
+            if full:
+                if not warned:
+                    logger.warning(
+                        "Agents hold %d connections to the endpoint, of %d files that this process may open. Further ones "
+                        "wait. Raise the limit (ulimit -n), or let agents close connections.",
+                        len(server.connections), limit,
+                    )  # fmt: skip
+                warned = True
+                await asyncio.sleep(_PAUSE)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -16,9 +16,10 @@ from agile_trainers.rollout.agents.requests import (
     Refusal,
     SampledToken,
     Ticket,
+    wrong_key,
 )
 
-KEY = "the-episodes-key"
+KEY, REWARD_KEY = "the-episodes-key", "the-key-of-its-rewards"
 CREATED = 1_790_000_000
 
 
@@ -76,7 +77,8 @@ class Answering:
         self._note(self.ends, ("abandoned", ticket))
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
-        self.models(key)
+        if key != REWARD_KEY:
+            raise wrong_key("reward_key")
         if not isinstance(value, (int, float)):
             raise Refusal(f"the reward is {value!r}; expected a finite number.")
         self._note(self.rewards, (value, call))

@@ -154,8 +154,10 @@ def rewards_wrongly(model: Model, task: Task) -> float:
         (float("nan"), said[0]), (float("inf"), None), (1e39, None), (True, None), ("1", None), (1.0, "chatcmpl-0"),
         (1.0, ""), (1.0, f"{said[0]}:1"), (1.0, f"{said[0]}:²"), (1.0, f"{said[0]}:{'9' * 5000}"), (1.0, 7),
     ):  # fmt: skip
-        status, _ = post(model, json.dumps({"value": value, "call": call}).encode(), "/reward")
+        body = json.dumps({"value": value, "call": call}).encode()
+        status, _ = post(Model(model.base_url, model.reward_key), body, "/reward")
         assert status in (400, 404), (value, call, status)
+    assert post(model, b'{"value": 1.0}', "/reward")[0] == 401
     for _ in range(2):
         model.reward(0.25, said[1])
     return sound(model, task)

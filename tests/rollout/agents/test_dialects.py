@@ -350,6 +350,8 @@ BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="
         (CHAT, {"n": True}, "`n` is True; expected a whole number"),
         (CHAT, {"max_tokens": 0}, "`max_tokens` is 0"),
         (CHAT, {"stop": ["a", ""]}, "`stop` has ''"),
+        (CHAT, {"stop": ["a"] * 129}, "`stop` has 129 texts; expected at most 128"),
+        (MESSAGES, {"stop_sequences": ["a"] * 129}, "`stop_sequences` has 129 texts"),
         (CHAT, {"stream": "yes"}, "`stream` is 'yes'; expected true or false"),
         (CHAT, {"temperature": "hot"}, "`temperature` is 'hot'; expected a finite number"),
         (CHAT, {"temperature": float("nan")}, "expected a finite number"),

@@ -11,6 +11,7 @@ from trl import chat_template_utils
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Endpoint
+from agile_trainers.rollout.agents import episode
 from agile_trainers.rollout.agents.dialects.base import logprobs
 from agile_trainers.rollout.agents.requests import Marks, Refusal
 from agile_trainers.rollout.chat.renderer import ChatRenderer
@@ -353,13 +354,33 @@ def test_an_agent_that_goes_on_after_a_refusal_was_not_cut(make_client):
     assert played(HELLO, HELLO * 20).stop_reason is StopReason.CONTEXT_FULL
 
 
-def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch):
-    """All episodes wait for the thread that encodes."""
-    encoded = []
-    monkeypatch.setattr(chat._escaper, "encode", lambda text: encoded.append(len(text)) or [1])
-    client = make_client()
-    assert refusal(client.send([{"role": "user", "content": "word " * 10**6}])).code == "context_length_exceeded"
-    assert not encoded
+def _calling(arguments):
+    """A conversation with a tool call."""
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "a", "content": "found"}
+    return [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+
+
+@pytest.mark.parametrize(
+    "messages, tools",
+    [
+        ([{"role": "user", "content": "word " * 10**6}], []),
+        ([{"role": "user", "content": ""}] * 10_001, []),
+        (HELLO, [{"type": "function", "function": {"name": "look", "description": "word " * 10**6, "parameters": {}}}]),
+        (HELLO, [tool("look")] * 5000),
+        (_calling({"at": "word " * 10**6}), []),
+        (_calling({"at": [{"word " * 20: 1}] * 4000}), []),
+        (_calling("no JSON " * 10**6), []),
+    ],
+)
+def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch, messages, tools):
+    """All episodes wait for the thread that checks, renders and encodes."""
+    monkeypatch.setattr(episode, "_key", lambda message: pytest.fail("it is compared"))
+    validate = episode.validate_context
+    monkeypatch.setattr(episode, "validate_context", lambda one, name: len(one) < 4 and validate(one, name))
+    monkeypatch.setattr(chat._escaper, "encode", lambda text: pytest.fail("it is encoded"))
+    assert refusal(make_client().send(messages, tools=tools)).code == "context_length_exceeded"
 
 
 def test_max_tokens_only_lowers_the_limit(make_client):

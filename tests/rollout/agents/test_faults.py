@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import Counter
@@ -114,6 +115,33 @@ def test_faults_of_some_do_not_change_the_others(chat: ChatRenderer, solve: Any,
         again = played.play(*["sound"] * len(whats))
         assert list(map(content, again)) == list(map(content, expected))
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_program_does_not_set_its_own_reward(chat: ChatRenderer) -> None:
+    """What a program has, the code has too that its model writes; here it tries all of that as the key of a reward."""
+    program = """if True:
+        import json, os, urllib.error, urllib.request
+
+        def post(path, body, key):
+            request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
+            request.add_header("Authorization", "Bearer " + key)
+            return urllib.request.urlopen(request).read()
+
+        said = {"role": "user", "content": "hi"}
+        post("/chat/completions", {"model": "policy", "messages": [said]}, os.environ["OPENAI_API_KEY"])
+        for value in {value for value in os.environ.values() if value.isascii()}:
+            try:
+                print("rewarded", post("/reward", {"value": 1000.0}, value))
+            except urllib.error.HTTPError as error:
+                said = json.load(error)["error"]["message"]
+        print(said)
+        """
+    solve = Agent.command([sys.executable, "-c", program], score=lambda task, finished: 0.0).solve
+    with rollouts(chat, solve) as played:
+        (episode,) = played.play("program")
+    assert (episode.error, episode.rewards) == (None, [0.0])
+    info = episode.turns[-1].info
+    assert "rewarded" not in info["stdout"] and "expected model." in info["stdout"], info
 
 
 # ------------------------------------------------------------------------------------------------------- after the end

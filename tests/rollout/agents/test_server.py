@@ -6,9 +6,11 @@ import gzip
 import http.client
 import json
 import logging
+import resource
 import socket
 import struct
 import threading
+import time
 import tracemalloc
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from answering import KEY, Answering, said
+from answering import KEY, REWARD_KEY, Answering, said
 
 from agile_trainers.envs.agent import Endpoint, Model
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Marks, Refusal
@@ -108,7 +110,7 @@ def test_models_are_listed(server: AgentServer) -> None:
 
 
 def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
-    model = Model(server.base_url, KEY)
+    model = Model(server.base_url, KEY, reward_key=REWARD_KEY)
     model.reward(0.5, call="chatcmpl-a1")
     model.reward(1)
     model.reward(np.float32(0.25))
@@ -119,8 +121,8 @@ def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
         model.reward("much")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NaN"):
         model.reward(float("nan"))
-    with pytest.raises(ValueError, match="no episode with this key"):
-        Model(server.base_url, "another").reward(1.0)
+    with pytest.raises(ValueError, match=r"expected model\.reward_key"):
+        Model(server.base_url, KEY, reward_key=KEY).reward(1.0)
 
 
 def test_a_proxy_is_warned_of_and_gets_no_reward(
@@ -131,7 +133,7 @@ def test_a_proxy_is_warned_of_and_gets_no_reward(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://user:secret@127.0.0.1:9")
     with AgentServer(answering) as server:
-        Model(server.base_url, KEY).reward(1.0)
+        Model(server.base_url, KEY, reward_key=REWARD_KEY).reward(1.0)
     assert answering.rewards == [(1.0, None)]
     assert "Set NO_PROXY=127.0.0.1,localhost" in caplog.text and "secret" not in caplog.text
     caplog.clear()
@@ -286,6 +288,28 @@ def test_the_key_is_not_logged(server: AgentServer, caplog: pytest.LogCaptureFix
                 pass
     assert _ask(server, "/chat/completions", CHAT)[0] == 200
     assert KEY not in caplog.text
+
+
+def test_connections_leave_files_to_the_rest_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of eight files connections take six; the seventh waits for one of them to end."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 8))
+    with Answering(lambda request: None) as answering, AgentServer(answering) as server:
+        connections = [_raw(server, CHAT) for _ in range(6)]
+        answering.wait_for(asked=6)
+        connections.append(_raw(server, CHAT))
+        deadline = time.monotonic() + 60
+        while "hold 6 connections to the endpoint, of 8 files" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(answering.asked) == 6 and not answering.ends
+        connections[0].close()
+        answering.wait_for(asked=7)
+        assert answering.ends == [("abandoned", answering.ends[0][1])]
+        for connection in connections:
+            connection.close()
+    assert caplog.text.count("hold 6 connections") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ hang-ups

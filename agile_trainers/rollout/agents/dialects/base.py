@@ -14,6 +14,8 @@ from agile_trainers.types import Content, Message
 
 MOST_CHOICES = 128
 """The largest ``n``, as at OpenAI."""
+MOST_STOPS = 128
+"""Stop strings of a request. OpenAI takes 4; each is looked for in every answer, while all episodes wait."""
 DEEPEST = 100
 """Levels of lists and objects in the arguments of a tool call. Python's own limit, and that of templates, is the stack."""
 DEEPEST_BODY = DEEPEST + 20
@@ -174,9 +176,11 @@ def required(fields: Mapping[str, Any], name: str, kind: type, where: str = "") 
     return value
 
 
-def texts(value: Any, where: str) -> tuple[str, ...]:
-    """Read a text or a list of texts that are not empty, None as none."""
+def stops(value: Any, where: str) -> tuple[str, ...]:
+    """Read stop strings: a text or a list of texts that are not empty, None as none."""
     items = [] if value is None else [value] if isinstance(value, str) else checked(value, list, where)
+    if len(items) > MOST_STOPS:
+        raise Refusal(f"`{where}` has {len(items)} texts; expected at most {MOST_STOPS}.")
     for item in items:
         if not isinstance(item, str) or not item:
             raise Refusal(f"`{where}` has {shown(item)}; expected texts that are not empty.")

@@ -71,7 +71,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
         tools=tools,
         n=n or 1,
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stop=base.texts(body.get("stop"), "stop"),
+        stop=base.stops(body.get("stop"), "stop"),
         logprobs=bool(get(body, "logprobs", bool)),
         stream=bool(get(body, "stream", bool)),
         stream_usage=bool(get(get(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options")),

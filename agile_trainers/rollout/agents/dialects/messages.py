@@ -63,7 +63,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
         messages=messages,
         tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(get(body, "tools", list) or ())],
         max_tokens=base.at_least_one(body, "max_tokens"),
-        stop=base.texts(body.get("stop_sequences"), "stop_sequences"),
+        stop=base.stops(body.get("stop_sequences"), "stop_sequences"),
         stream=bool(get(body, "stream", bool)),
         calls_tools=kind != "none",
         sampling={
