@@ -3114,6 +3114,10 @@ MUTATIONS = [
         "rank >= processes", "False", "tests/records/test_records.py -k writes_again",
     ),
     Mutation(
+        "a signal that torchrun passes on is a second one", "checkpoints/stopping.py",
+        "            time.sleep(_SAME_SECONDS)\n", "", "tests/trainers/test_stopping.py -k twice",
+    ),
+    Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
         "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
     ),

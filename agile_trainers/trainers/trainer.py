@@ -291,7 +291,7 @@ class MultiTurnTrainer(_Trainer):
         """Train, as ``Trainer.train`` does.
 
         Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller; a
-        second signal stops at once. After ``max_wall_seconds`` its caller goes on.
+        second signal, more than two seconds later, stops at once. After ``max_wall_seconds`` its caller goes on.
 
         Args:
             resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there
