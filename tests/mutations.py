@@ -2937,7 +2937,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
-        "end_silent_calls()\n\n", "pass\n\n", "tests/rollout/test_silent_environments.py",
+        "            end_silent_calls()\n", "", "tests/rollout/test_silent_environments.py",
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
@@ -3387,7 +3387,15 @@ MUTATIONS = [
     Mutation(
         "a signal to the group ends the keeper alone", "rollout/process_environment.py",
         "signal.SIG_BLOCK, signal.valid_signals()", "signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM}",
-        "tests/rollout/test_left_processes.py -k hang_up",
+        "tests/rollout/test_left_processes.py -k 'failed and its_group'",
+    ),
+    Mutation(
+        "an environment that signals its group ends its neighbours", "rollout/process_environment.py",
+        "os.setsid()  # an environment", "pass  # an environment", "tests/rollout/test_misbehaving.py -k only_processes",
+    ),
+    Mutation(
+        "a signal to the trainer's group ends the server of its environments", "rollout/server_socket.py",
+        "\nos.setsid()\n", "\n", "tests/rollout/test_left_processes.py -k signal_to_the",
     ),
     Mutation(
         "a program starts processes where no filter can be made", "envs/isolation/launcher.py",

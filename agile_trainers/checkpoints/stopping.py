@@ -70,7 +70,7 @@ class GracefulStop(TrainerCallback):
             self._requested = signal.Signals(number)
             logger.warning(_SAID[self._requested])
             end_silent_calls()
-            # They are handled meanwhile. Without a pause, one could wait for the end of a long call and look like a later one.
+            # They are handled meanwhile. Without a pause, one could wait for a long call and look like a later one.
             time.sleep(_SAME_SECONDS)
             for one, handler in before.items():
                 # A shell starts what it runs in the background with SIGINT ignored.
