@@ -661,7 +661,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that are not scored counted in the mismatch", "trainers/trainer.py",
-        "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
+        "log_probs.metric_mask(trained)", "trained", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
         "a bad answer is a low score", "judges/judge.py",
@@ -2937,7 +2937,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
-        "            end_silent_calls()\n", "", "tests/rollout/test_silent_environments.py",
+        "            end_silent_calls()\n", "            raise RuntimeError\n",
+        "tests/rollout/test_silent_environments.py -k 'interrupt and thread'",
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
@@ -3116,6 +3117,10 @@ MUTATIONS = [
     Mutation(
         "a signal that torchrun passes on is a second one", "checkpoints/stopping.py",
         "            time.sleep(_SAME_SECONDS)\n", "", "tests/trainers/test_stopping.py -k twice",
+    ),
+    Mutation(
+        "rows that even out ranks enter the metrics", "step/batch.py",
+        "        log_probs.live = live\n", "", "tests/trainers/test_skip_zero_advantage.py -k even_out",
     ),
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",

@@ -488,7 +488,7 @@ class MultiTurnTrainer(_Trainer):
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.mismatch.open()
         if log_probs.old is not None:
-            counted = trained & log_probs.scored[:, None]
+            counted = log_probs.metric_mask(trained)
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
             self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
