@@ -661,7 +661,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that are not scored counted in the mismatch", "trainers/trainer.py",
-        "counted = trained & log_probs", "counted = trained | log_probs", f"{MISMATCH_RUNS} -k not_read",
+        "log_probs.metric_mask(trained)", "trained", f"{MISMATCH_RUNS} -k not_read",
     ),
     Mutation(
         "a bad answer is a low score", "judges/judge.py",
@@ -2959,7 +2959,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an interrupt waits for an environment that hangs", "checkpoints/stopping.py",
-        "end_silent_calls()\n\n", "pass\n\n", "tests/rollout/test_silent_environments.py",
+        "            end_silent_calls()\n", "            raise RuntimeError\n",
+        "tests/rollout/test_silent_environments.py -k 'interrupt and thread'",
     ),
     Mutation(
         "a check accuses the episodes that agree", "cli/check/plays.py",
@@ -3134,6 +3135,14 @@ MUTATIONS = [
     Mutation(
         "processes that are no more leave their episodes", "records/writer.py",
         "rank >= processes", "False", "tests/records/test_records.py -k writes_again",
+    ),
+    Mutation(
+        "a signal that torchrun passes on is a second one", "checkpoints/stopping.py",
+        "            time.sleep(_SAME_SECONDS)\n", "", "tests/trainers/test_stopping.py -k twice",
+    ),
+    Mutation(
+        "rows that even out ranks enter the metrics", "step/batch.py",
+        "        log_probs.live = live\n", "", "tests/trainers/test_skip_zero_advantage.py -k even_out",
     ),
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
@@ -3438,7 +3447,15 @@ MUTATIONS = [
     Mutation(
         "a signal to the group ends the keeper alone", "rollout/process_environment.py",
         "signal.SIG_BLOCK, signal.valid_signals()", "signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM}",
-        "tests/rollout/test_left_processes.py -k hang_up",
+        "tests/rollout/test_left_processes.py -k 'failed and its_group'",
+    ),
+    Mutation(
+        "an environment that signals its group ends its neighbours", "rollout/process_environment.py",
+        "os.setsid()  # an environment", "pass  # an environment", "tests/rollout/test_misbehaving.py -k only_processes",
+    ),
+    Mutation(
+        "a signal to the trainer's group ends the server of its environments", "rollout/server_socket.py",
+        "\nos.setsid()\n", "\n", "tests/rollout/test_left_processes.py -k signal_to_the",
     ),
     Mutation(
         "a program starts processes where no filter can be made", "envs/isolation/launcher.py",

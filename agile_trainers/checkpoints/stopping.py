@@ -30,6 +30,8 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
 SPARE_SECONDS = 5.0
 """Seconds by which a process ends before torchrun would kill it."""
+_SAME_SECONDS = 2.0
+"""Seconds in which further signals are the first one again: torchrun passes on what its processes may have got too."""
 
 
 class GracefulStop(TrainerCallback):
@@ -55,7 +57,7 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside this block. A second signal has its earlier effect, but is never ignored.
+        """Handle the signals inside this block. One two seconds later has its earlier effect, but is never ignored.
 
         An error of the block after a signal goes on as :meth:`pass_on` does: a caller that goes on after errors stops too.
         """
@@ -66,12 +68,16 @@ class GracefulStop(TrainerCallback):
             return
 
         def request(number: int, _: Any) -> None:
-            for one, handler in before.items():
-                # A shell starts what it runs in the background with SIGINT ignored.
-                signal.signal(one, _DEFAULT[one] if handler == signal.SIG_IGN else handler)
+            if self._requested:
+                return
             self._requested = signal.Signals(number)
             logger.warning(_SAID[self._requested])
             end_silent_calls()
+            # They are handled meanwhile. Without a pause, one could wait for a long call and look like a later one.
+            time.sleep(_SAME_SECONDS)
+            for one, handler in before.items():
+                # A shell starts what it runs in the background with SIGINT ignored.
+                signal.signal(one, _DEFAULT[one] if handler == signal.SIG_IGN else handler)
 
         for number in _SIGNALS:
             signal.signal(number, request)

@@ -215,7 +215,7 @@ class MultiTurnConfig(GRPOConfig):
     skip_zero_advantage: str = option(
         "auto",
         "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay; "
-        "TRL's metrics (entropy, clip ratios) are over the remaining episodes, and where a process's micro-batch has none "
+        "metrics of entropy and clip ratios are over the remaining episodes, and where a process's micro-batch has none "
         "over the shortest in it. `auto` does so unless something trains them: `beta` with `kl_placement=loss`, a teacher, "
         "an entropy bonus or quantile, a router's auxiliary loss, a critic.",
     )

@@ -306,6 +306,7 @@ def keep(connection: Connection) -> None:
         connection: The child's connection to the training process, which the keeper closes.
     """
     own = os.getpid()
+    os.setsid()  # an environment that signals its group does not reach its neighbours
     adopt_descendants()
     signal.signal(signal.SIGCHLD, lambda *_: None)  # some systems drop the signal otherwise
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # no signal to the group ends the keeper

@@ -1,6 +1,7 @@
-"""Removes the socket of multiprocessing's server of processes, whose owner was killed; imported in the server alone.
+"""Keeps multiprocessing's server of processes from signals to its owner's group; imported in the server alone.
 
-Normally the owner removes it. The server ends last of all, so it does so for an owner that cannot.
+It has a session of its own: torchrun sends SIGTERM to the whole group of a process, which then saves with its environments.
+It also removes its socket if its owner was killed. Normally the owner does so, but the server ends last of all.
 """
 
 from __future__ import annotations
@@ -20,3 +21,4 @@ def _remove(server: int, owner: int) -> None:
 
 
 atexit.register(_remove, os.getpid(), os.getppid())
+os.setsid()

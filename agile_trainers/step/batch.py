@@ -135,10 +135,9 @@ def train_batch(
     )
     if log_probs.snapshot is None and not args.vllm_importance_sampling_correction:
         return output, {}
-    assert log_probs.old is not None
     scored = trained & log_probs.scored[:, None]
     if log_probs.snapshot is None:
-        output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs.old, scored, accelerator)
+        output.importance_sampling_ratio, metrics = mismatch_weights(args, batch, log_probs, scored, accelerator)
     else:  # Drift is in place of the mismatch: both sides are the trainer's own log-probs.
         output.importance_sampling_ratio, metrics = corrected_drift(args, batch, log_probs, scored, accelerator)
     return output, metrics
@@ -232,12 +231,14 @@ class BatchMaker:
 
         With ``advantages`` (B, K), maybe only rows with one.
         """
-        args, rows = self._args, None
+        args, rows, live = self._args, None, None
         if advantages is not None and self.skips_zero_advantage:
-            rows = self._passes.even_rows(with_advantage(advantages, batch.turn_mask, args.zero_advantage_eps))
+            live = with_advantage(advantages, batch.turn_mask, args.zero_advantage_eps)
+            rows = self._passes.even_rows(live)
         old = scores_old_policy(args) or args.kl_placement != "loss"
         old = old or (updates_again(args) and not first_pass_is_old_policy(models.policy, first_is_one))
         log_probs = self._passes.compute(models, batch, old=old, reference=args.beta != 0.0, rows=rows)
+        log_probs.live = live
         if version is not None:
             self.score_snapshot(models, batch, log_probs, version)
         return log_probs

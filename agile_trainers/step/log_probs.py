@@ -40,6 +40,12 @@ class BatchLogProbs:
     """(B, T), the same under an older policy that played the episodes; None if ``old`` did."""
     version: int | None = None
     """The version of that policy."""
+    live: torch.Tensor | None = None
+    """(B,) bool, the rows that metrics count: others were scored only so that all ranks score as many. None: all."""
+
+    def metric_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the tokens (B, T) of ``mask`` that metrics count."""
+        return mask if self.live is None else mask & self.live[:, None]
 
 
 class Models(NamedTuple):
@@ -199,7 +205,7 @@ def corrected_drift(
     """
     assert log_probs.old is not None and log_probs.snapshot is not None
     log_ratio, mode = torch.where(mask, log_probs.old - log_probs.snapshot, 0.0), args.drift_correction
-    ours, counted = gather_rows(accelerator, log_ratio, mask.long())
+    ours, counted = gather_rows(accelerator, log_ratio, log_probs.metric_mask(mask).long())
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
@@ -207,22 +213,23 @@ def corrected_drift(
 
 
 def mismatch_weights(
-    args: Any, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
+    args: Any, batch: TurnBatch, log_probs: BatchLogProbs, mask: torch.Tensor, accelerator: Accelerator
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute the importance weight of each token by ``vllm_importance_sampling_mode``.
 
     Args:
         args: A ``MultiTurnConfig``.
         batch: The episodes of this process.
-        log_probs: (B, T), under the trainer's policy.
+        log_probs: Under the trainer's policy.
         mask: (B, T) bool, the tokens that were scored and are trained on.
         accelerator: Gathers the columns for the metrics.
 
     Returns:
         The weights (B, T), and metrics of the mismatch and of the weights over all processes.
     """
+    assert log_probs.old is not None
     correction = importance_weights(
-        log_probs,
+        log_probs.old,
         batch.sampling_logprobs,
         batch.turn_ids,
         mask,
@@ -231,6 +238,7 @@ def mismatch_weights(
         highest=args.vllm_importance_sampling_clip_max,
     )
     ours, theirs, weights, clipped, counted = gather_rows(
-        accelerator, log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long()
-    )
+        accelerator, log_probs.old, batch.sampling_logprobs, correction.weights, correction.clipped.long(),
+        log_probs.metric_mask(mask).long(),
+    )  # fmt: skip
     return correction.weights, mismatch_metrics(ours, theirs, weights, clipped.bool(), counted.bool())

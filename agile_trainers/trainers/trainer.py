@@ -290,7 +290,7 @@ class MultiTurnTrainer(_Trainer):
         """Train, as ``Trainer.train`` does.
 
         Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller; a
-        second signal stops at once. After ``max_wall_seconds`` its caller goes on.
+        second signal, more than two seconds later, stops at once. After ``max_wall_seconds`` its caller goes on.
 
         Args:
             resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there
@@ -487,7 +487,7 @@ class MultiTurnTrainer(_Trainer):
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.mismatch.open()
         if log_probs.old is not None:
-            counted = trained & log_probs.scored[:, None]
+            counted = log_probs.metric_mask(trained)
             played_by = log_probs.old if log_probs.snapshot is None else log_probs.snapshot
             self.mismatch.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()

@@ -26,6 +26,8 @@ class Elsewhere:
             raise KeyError("a bug")
         if self.what == "die":
             os._exit(7)
+        if self.what == "hang_up_its_group":
+            os.killpg(0, signal.SIGHUP)
         if self.what == "hang":
             if self.hangs:
                 Path(self.hangs).touch()

@@ -580,6 +580,12 @@ def kill_keeper(environment: Misbehaving) -> Any:
     threading.Event().wait()
 
 
+def signal_its_group(environment: Misbehaving) -> Any:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process may have played another kind before
+    os.killpg(0, signal.SIGTERM)
+    threading.Event().wait()
+
+
 def end_keeper(environment: Misbehaving) -> Any:
     os.kill(os.getppid(), signal.SIGTERM)
     threading.Event().wait()
@@ -913,6 +919,7 @@ KINDS: dict[str, Kind] = {
     "stops itself": Kind("step", stop_itself, where="processes"),
     "kills the server of processes": Kind("step", kill_server, where="processes", sound=True),
     "kills its keeper": Kind("step", kill_keeper, where="processes"),
+    "signals its group": Kind("step", signal_its_group, where="processes"),
     "ends its keeper": Kind("step", end_keeper, where="processes"),
     "exits while it is sent": Kind(
         "step", made(lambda: ("up", 0.5, True, False, {"x": LeavesWhenSent()})), where="processes"

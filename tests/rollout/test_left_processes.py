@@ -59,22 +59,25 @@ def test_what_it_started_lives_as_long_as_the_instance() -> None:
         all_end(started)
 
 
-@pytest.mark.parametrize("what", ["die", "raise", "hang"])
+@pytest.mark.parametrize("what", ["die", "raise", "hang", "hang_up_its_group"])
 def test_nothing_outlives_an_instance_that_failed(what: str, request: pytest.FixtureRequest) -> None:
-    """It exits while others hold its connection, raises, or is killed at the time limit."""
+    """It exits while others hold its connection, raises, is killed at the time limit, or hangs up its group.
+
+    Then too the keeper goes on: it ends those that are in other groups.
+    """
     clock = request.getfixturevalue("clock") if what == "hang" else None
     engine = make_engine(Leaving, processes=1, timeout=0.1 if clock else 60.0)
     (before,) = engine.run(specs({}), ScriptedSampler())
     if clock:
         clock.pace = 1e6
     (episode,) = engine.run(specs({"what": what}), ScriptedSampler())
-    expected = StopReason.ENVIRONMENT_TIMEOUT if what == "hang" else StopReason.ENVIRONMENT_ERROR
-    assert episode.stop_reason is expected
     if clock:  # the answer may have come just after the time limit: then the instance is closed with the pool
         engine.pool.close()
     all_end(before.reset_info["left"])
     engine.pool.close()
     shutil.rmtree(before.reset_info["temporary"], ignore_errors=True)  # what died could not remove it
+    expected = StopReason.ENVIRONMENT_TIMEOUT if what == "hang" else StopReason.ENVIRONMENT_ERROR
+    assert episode.stop_reason is expected
 
 
 @pytest.fixture
@@ -118,6 +121,17 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path
         assert len(left) == 1 and not left[0].startswith("pymp-")
 
 
+def test_a_signal_to_the_group_leaves_environments_to_a_trainer_that_goes_on(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM so, and the trainer finishes its step and saves."""
+    (script := tmp_path / "trainer.py").write_text(SIGNALLED)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[15] True 1\n"), "none is active where the server has ended"
+
+
 def test_a_temporary_folder_with_a_long_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (long := tmp_path / ("x" * 100)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -152,4 +166,25 @@ if __name__ == "__main__":
         del ended
     elif sys.argv[1] == "exit_too_early":
         process_environment._CLOSING_SECONDS = 0.1
+"""
+
+
+SIGNALLED = """
+import asyncio, multiprocessing, os, signal
+from elsewhere import Elsewhere
+from agile_trainers.rollout.process_environment import ProcessEnvironment
+
+async def main():
+    environment = ProcessEnvironment(Elsewhere)
+    _, before = await environment.reset()
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(int(number)))
+    os.killpg(0, signal.SIGTERM)
+    *_, after = await environment.step("go")
+    await asyncio.sleep(0.2)
+    print(heard, before["process"] == after["process"], len(multiprocessing.active_children()))
+    await environment.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
 """

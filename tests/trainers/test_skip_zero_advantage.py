@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error
+
+from agile_trainers.step.log_probs import corrected_drift
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -104,6 +109,33 @@ def test_a_group_of_equal_penalized_rewards_is_skipped(embedded_model, tmp_path)
     trainer.batches.skips_zero_advantage = False
     _, expected = loss_and_gradients(trainer, batch)
     assert seen == [4, 8] and relative_error(gradients, expected) < 1e-5
+
+
+def test_rows_that_only_even_out_ranks_enter_no_metric(embedded_model, tmp_path, monkeypatch):
+    """Another rank has more rows with an advantage, and this one scores two of its others too."""
+    found, drifts = [], []
+    for filled in (0, 2):
+        options = {"vllm_importance_sampling_correction": True, "repetition_penalty": 1.5}
+        trainer = make(embedded_model, tmp_path / str(filled), **options)
+        passes, made = trainer.log_prob_passes, trainer.batches.log_probs
+        monkeypatch.setattr(
+            passes, "even_rows", lambda live, more=filled: live.int().argsort(descending=True)[: live.sum() + more]
+        )
+        scored: list[Any] = []
+        monkeypatch.setattr(
+            trainer.batches, "log_probs", lambda *args, of=made, to=scored: to.append(of(*args)) or to[0]
+        )
+        draw(trainer, [True, False])
+        (log_probs,) = scored
+        assert log_probs.scored.sum() == 4 + filled
+        found.append({name: last for name, (*_, last) in trainer._metrics["train"].items() if "sampling/" in name})
+        log_probs.snapshot = torch.zeros_like(log_probs.old)
+        mask = (log_probs.old != 0) & log_probs.scored[:, None]
+        drifts.append(
+            corrected_drift(SimpleNamespace(drift_correction=None), None, log_probs, mask, trainer.accelerator)[1]
+        )
+    assert len(found[0]) == 8 and found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+    assert len(drifts[0]) == 5 and drifts[1] == pytest.approx(drifts[0], rel=1e-4, abs=1e-6)
 
 
 def test_an_equal_batch_still_takes_part(embedded_model, tmp_path):

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from checkpointed_runs import BEST, Falls, assert_same, make, weights
 from datasets import Dataset
 from forks import run
@@ -41,6 +42,28 @@ def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):
     resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=4)
     resumed.train(resume_from_checkpoint="auto")
     assert_same(weights(resumed), weights(whole))
+
+
+def test_a_signal_that_arrives_twice_is_one_request(monkeypatch, warned):
+    """From outside and from torchrun, which passes it on. A later one has its earlier effect."""
+    earlier: list[int] = []
+    paused: list[float] = []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(stopping.time, "sleep", pause)
+    before = signal.signal(signal.SIGTERM, lambda number, _: earlier.append(number))
+    try:
+        with stopping.GracefulStop(Accelerator()).heard():
+            signal.raise_signal(signal.SIGTERM)
+            assert paused == [2.0] and not earlier and len(warned) == 1
+            signal.raise_signal(signal.SIGTERM)
+            assert earlier == [signal.SIGTERM] and len(warned) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Evaluated(TrainerCallback):
