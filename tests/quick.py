@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 from copy import deepcopy
 from dataclasses import astuple, replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from accelerate.utils import memory, other
 from accelerate.utils.imports import is_cuda_available
 from torch import nn
@@ -25,6 +28,7 @@ def make_quick() -> None:
     _draw_curves_once()
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
+    _seed_without_stacks()
     _trace_equal_steps_once()
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no test turns the power off
     if not (is_cuda_available() or find_spec("vllm")):  # there, garbage may hold a GPU's memory, or an engine's
@@ -62,6 +66,12 @@ def _look_for_compiled_modules_once() -> None:
         return found[module] if module in found else found.setdefault(module, look(module))
 
     other.has_compiled_regions = has
+
+
+def _seed_without_stacks() -> None:
+    """Torch writes down the whole stack at each seed that a device without hardware is given, ten times in a trainer."""
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        device.traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})  # type: ignore[attr-defined]
 
 
 def _trace_equal_steps_once() -> None:
