@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,9 @@ from filelock import FileLock
 
 LIBRARIES = (
     "torch.distributed", "datasets", "transformers.trainer", "peft", "accelerate", "trl.trainer.grpo_trainer",
-    "matplotlib.backends.backend_agg", "agile_trainers.trainers.algorithms", "agile_trainers.evaluation.policy",
+    "matplotlib.backends.backend_agg", "matplotlib.figure", "agile_trainers.trainers.algorithms",
+    "agile_trainers.evaluation.policy", "transformers.models.qwen3.modeling_qwen3",
+    *(["deepspeed"] if find_spec("deepspeed") else []),  # Accelerate imports it where a model is unwrapped
 )  # fmt: skip
 
 ADDRESS = Path(os.environ.get("TESTS_FORKS") or f"{tempfile.gettempdir()}/forks-{os.getpid()}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 from copy import deepcopy
 from dataclasses import astuple, replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,7 @@ def make_quick() -> None:
     _draw_curves_once()
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
+    _seed_without_stacks()
     _trace_equal_steps_once()
     if not is_cuda_available():
         torch.cuda.device_count = lambda: 0  # else its driver is looked for anew, for half a millisecond
@@ -65,6 +68,12 @@ def _look_for_compiled_modules_once() -> None:
         return found[module] if module in found else found.setdefault(module, look(module))
 
     other.has_compiled_regions = has
+
+
+def _seed_without_stacks() -> None:
+    """Torch writes down the whole stack at each seed that a device without hardware is given, ten times in a trainer."""
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        device.traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})  # type: ignore[attr-defined]
 
 
 def _trace_equal_steps_once() -> None:

@@ -55,19 +55,19 @@ def advantages(returns: tuple[float, ...], reached: tuple[bool, ...]) -> list[fl
 def expected_credit(layout: str, supervised: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, K) of own episodes, and of the expert's: by the definition, over all groups of two and one."""
     world = rewarded(PAID_LAYOUTS[layout])
-    own, turns = probabilities(world).detach(), len(world.lengths)
-    ours, theirs = (torch.zeros(len(world.episodes), turns, dtype=torch.float64) for _ in range(2))
+    own, turns = probabilities(world).detach().tolist(), len(world.lengths)
+    ours, theirs = ([[0.0] * turns for _ in world.episodes] for _ in range(2))
     returns = [episode.episode_return for episode in world.episodes]  # all of it comes with the last turn
     reached = [[k < len(episode.turns) for k in range(turns)] for episode in world.episodes]
     for i, j in itertools.product(range(len(returns)), repeat=2):
         for k in range(turns):
             pair = advantages((returns[i], returns[j]), (reached[i][k], reached[j][k]))
-            ours[i, k] += own[j] * pair[0]
+            ours[i][k] += own[j] * pair[0]
             for d in range(len(returns)):
                 group = (i, j, d)
                 whole = advantages(tuple(returns[n] for n in group), tuple(reached[n][k] for n in group))[2]
-                theirs[d, k] += own[i] * own[j] * (float(whole > 0) if supervised else max(whole, 0.0))
-    return ours, theirs
+                theirs[d][k] += own[i] * own[j] * (float(whole > 0) if supervised else max(whole, 0.0))
+    return torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def advantages_of(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
         demonstrations = shown(world, taken(world, world.log_softmax(policy(1, 1.0))).detach())
         trainer = grpo(embedded_model, tmp_path_factory.mktemp("groups"), 3, demonstrations="experts:hums")
         count = len(world.episodes)
-        every = itertools.product(range(count), repeat=3)
-        episodes = [one for i, j, d in every for one in (world.episodes[i], world.episodes[j], demonstrations[d])]
+        groups = [(i, j, count + d) for i, j, d in itertools.product(range(count), repeat=3)]
+        each = collate([*world.episodes, *demonstrations], pad_token_id=0, end_token_id=END)
         credit = trainer.batches._credit
-        found = credit.finish(credit.judge(collate(episodes, pad_token_id=0, end_token_id=END))).advantages
+        found = credit.finish(credit.judge(each.rows(torch.tensor(groups).flatten()))).advantages
         return found.double().view(count, count, count, 3, -1)
 
     return judged

@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
-from math import inf, nan
+from math import inf, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -362,10 +362,13 @@ def advantages_of(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
         count = len(world.episodes)
         episodes = [world.episodes[one] for group in itertools.product(range(count), repeat=3) for one in group]
         found = exchange(kept, *episodes)
-        trained = [found.episodes.get(place, one) for place, one in enumerate(episodes)]
+        replaced = torch.tensor([place in found.episodes for place in range(len(episodes))])
+        one, *others = found.episodes.values()
+        assert one.turns == source.turns and all(other == one for other in others)
+        rows = torch.tensor(list(itertools.product(range(count), repeat=3))).flatten().masked_fill(replaced, count)
         folder = tmp_path_factory.mktemp("groups")
         credit = grpo(embedded_model, folder, 3, replay_successes=4, train_dataset=ROWS).batches._credit
-        judged = credit.judge(collate(trained, pad_token_id=0, end_token_id=END))
+        judged = credit.judge(collate([*world.episodes, one], pad_token_id=0, end_token_id=END).rows(rows))
         return credit.finish(judged).advantages.double().view(count, count, count, 3, -1)
 
     return judged
@@ -402,22 +405,23 @@ def test_the_gradient_is_that_of_the_formula(
     theirs = replayed.sum(dim=(0, 1, 2))
 
     # By the definition.
-    by_hand, kept_credit = torch.zeros_like(ours), torch.zeros_like(theirs)
+    likely, expected, kept_expected = p.tolist(), torch.zeros_like(ours).tolist(), torch.zeros_like(theirs).tolist()
     reached = [[k < len(one.turns) for k in range(ours.size(1))] for one in world.episodes]
     for group in every:
-        chance = float(p[list(group)].prod())
+        chance = prod(likely[one] for one in group)
         if not any(returns[one] for one in group):
             for k in range(ours.size(1)):
                 if reached[chosen][k]:
                     compared = [0.0 for one in group[:2] if reached[one][k]] or [0.0, 0.0]
                     value = returns[chosen] - sum([*compared, returns[chosen]]) / (len(compared) + 1)
-                    kept_credit[k] += chance * (1.0 if treatment == SFT else value)
+                    kept_expected[k] += chance * (1.0 if treatment == SFT else value)
             continue
         for k in range(ours.size(1)):
             there = [returns[one] for one in group if reached[one][k]]
             mean = sum(there) / len(there) if len(there) > 1 else sum(returns[one] for one in group) / 3
             for one in group:
-                by_hand[one, k] += chance * (returns[one] - mean) * reached[one][k]
+                expected[one][k] += chance * (returns[one] - mean) * reached[one][k]
+    by_hand, kept_credit = (torch.tensor(one, dtype=torch.float64) for one in (expected, kept_expected))
     torch.testing.assert_close(ours, by_hand, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(theirs, kept_credit, rtol=1e-6, atol=1e-7)
 
