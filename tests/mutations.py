@@ -4111,7 +4111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "connections take all files of the process", "rollout/agents/server.py",
-        "full = len(server.connections) >= most", "full = False", f"{SERVER} -k leave_files",
+        "if len(server.connections) < most:", "if True:", f"{SERVER} -k leave_files",
     ),
     Mutation(
         "an isolated program holds any number of connections", "envs/isolation/process_tree.py",

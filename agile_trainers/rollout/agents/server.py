@@ -136,23 +136,33 @@ class AgentServer:
         """Begin connections, as long as there are files left for the rest of this process. Further ones wait."""
         limit, loop, warned = resource.getrlimit(resource.RLIMIT_NOFILE)[0], asyncio.get_running_loop(), False
         most = float("inf") if limit == resource.RLIM_INFINITY else int(limit * _SHARE)
+        ready = asyncio.Event()
         while True:
-            full = len(server.connections) >= most
-            if not full:
-                try:
-                    connection, _ = await loop.sock_accept(listening)
+            ready.clear()
+            loop.add_reader(listening, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(listening)
+            try:
+                if len(server.connections) < most:
+                    # Not by `loop.sock_accept`, which loses a connection that comes as it is cancelled.
+                    connection, _ = listening.accept()
+                    connection.setblocking(False)
                     await loop.connect_accepted_socket(server, connection)
-                except OSError:  # no file is left, or the client has hung up
-                    full = True
-            if full:
-                if not warned:
-                    logger.warning(
-                        "Agents hold %d connections to the endpoint, of %d files that this process may open. Further ones "
-                        "wait. Raise the limit (ulimit -n), or let agents close connections.",
-                        len(server.connections), limit,
-                    )  # fmt: skip
-                warned = True
-                await asyncio.sleep(_PAUSE)
+                    continue
+            except (BlockingIOError, ConnectionError):  # the client has hung up
+                continue
+            except OSError:  # no file is left
+                pass
+            if not warned:
+                logger.warning(
+                    "Agents hold %d connections to the endpoint, of %d files that this process may open. Further ones "
+                    "wait. Raise the limit (ulimit -n), or let agents close connections.",
+                    len(server.connections), limit,
+                )  # fmt: skip
+            warned = True
+            await asyncio.sleep(_PAUSE)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -427,9 +427,11 @@ def test_leaving_closes_everything() -> None:
             idle = socket.create_connection(("127.0.0.1", port), 60)
             answering.wait_for(asked=50)
         assert not any(thread.name == "agent-server" for thread in threading.enumerate())
-        for connection in (*waiting, idle):
+        for connection in waiting:
             with connection:
                 assert connection.recv(100) == b""
+        with idle, suppress(ConnectionResetError):  # one that was not accepted yet
+            assert idle.recv(100) == b""
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 60)
         assert sorted(end for end, _ in answering.ends) == ["abandoned"] * 50
