@@ -89,5 +89,10 @@ def serving(
             process.terminate()  # killed, it would leave shared memory
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            with suppress(ProcessLookupError):
-                served.kill()
+        # Its workers end after it. Killed before, they would leave their shared memory.
+        until = time.monotonic() + 60
+        with suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                os.killpg(process.pid, 0)
+                time.sleep(0.2)
+            served.kill()

@@ -17,7 +17,7 @@ from agile_trainers.cli.demo import Budget, make_sft_trainer, make_trainer
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
-BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=80, eval_episodes=600)
+BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=160, eval_episodes=600)
 
 
 @pytest.mark.slow
@@ -31,9 +31,7 @@ def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capfd: p
     scores = {}
     for name in ("transformers", "vllm"):
         lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = make_trainer(
-            str(tmp_path / "sft"), tmp_path / name, 0, BUDGET, lora, num_iterations=1, entropy_coef=0.08
-        )
+        trainer = make_trainer(str(tmp_path / "sft"), tmp_path / name, 0, BUDGET, lora)
         if name == "vllm":
             args = copy.copy(trainer.args)
             args.use_vllm = True
@@ -54,6 +52,6 @@ def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capfd: p
             print(
                 f"\n{name}: success {before:.3f} -> {scores[name][1]:.3f} in {seconds:.0f} s, rollouts {rollout:.0f} s"
             )
-    for before, after in scores.values():
-        assert after > before + 0.1
-    assert scores["vllm"][1] > scores["transformers"][1] - 0.05
+    gains = {name: after - before for name, (before, after) in scores.items()}
+    assert min(gains.values()) > 0.1, scores  # three seeds of the transformers generator gain .22 to .30
+    assert gains["vllm"] > gains["transformers"] / 2, scores
