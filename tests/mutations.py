@@ -2505,8 +2505,12 @@ MUTATIONS = [
         "-1 if isinstance(node.op, ast.USub) else 1", "1", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
+        "an unknown before a sign is a product", "envs/questions/answers.py",
+        r"(?=\s*[\d.(\[{\\])", r"(?=[\d(\[{\s])", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
         "a mixed number is read as a product", "envs/questions/answers.py",
-        "if _MIXED.search(side):", "if False:", "tests/envs/test_grading.py -k arithmetic",
+        "if extended and _MIXED.search(text):", "if False:", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
         "what was thought is taken for the answer", "envs/questions/answers.py",
