@@ -4458,6 +4458,11 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
+        "megabytes of digits are one number each", "rollout/agents/episode.py",
+        "item.bit_length() * 3 // 10 if isinstance(item, int) else 0", "0",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
         "a request has any number of stop strings", "rollout/agents/dialects/base.py",
         "if len(items) > MOST_STOPS:", "if False:", DIALECTS,
     ),
