@@ -4249,6 +4249,11 @@ MUTATIONS = [
         SERVER,
     ),
     Mutation(
+        "a body that is no gzip is an error of the endpoint", "rollout/agents/server.py",
+        "except web.RequestPayloadError as error:", "except ZeroDivisionError as error:",
+        f"{SERVER} -k headers_say",
+    ),
+    Mutation(
         "a program's key sets its reward", "rollout/agents/rollout.py",
         'self._find(key, "reward_key")', "self._find(key)",
         "tests/rollout/agents/test_faults.py -k own_reward",
