@@ -403,7 +403,7 @@ def _empty(name: str, top: int, waiting: list[str]) -> None:
                 try:
                     os.rmdir(one.name, dir_fd=within)
                 except OSError:
-                    moved = f"{len(waiting)}-{uuid.uuid4()}"
+                    moved = str(uuid.uuid4())
                     os.rename(one.name, moved, src_dir_fd=within, dst_dir_fd=top)
                     waiting.append(moved)
     finally:
