@@ -3385,6 +3385,14 @@ MUTATIONS = [
         "one.is_dir(follow_symlinks=False)", "one.is_dir()", "tests/envs/test_agent_command.py -k nobody_holds",
     ),
     Mutation(
+        "what a link beside the folders points to gets other rights", "envs/isolation/process_tree.py",
+        "not stat.S_ISDIR(found.st_mode) or", "", "tests/envs/test_agent_command.py -k without_rights",
+    ),
+    Mutation(
+        "a folder without rights stays", "envs/isolation/process_tree.py",
+        "os.chmod(folder, 0o700)  # else one", "pass  # else one", "tests/envs/test_agent_command.py -k without_rights",
+    ),
+    Mutation(
         "the folder of another user is removed", "envs/isolation/process_tree.py",
         "found.st_uid != os.geteuid() or ", "", "tests/envs/test_agent_command.py -k another_user",
     ),
