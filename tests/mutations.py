@@ -2505,8 +2505,12 @@ MUTATIONS = [
         "-1 if isinstance(node.op, ast.USub) else 1", "1", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
+        "an unknown before a sign is a product", "envs/questions/answers.py",
+        r"(?=\s*[\d.(\[{\\])", r"(?=[\d(\[{\s])", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
         "a mixed number is read as a product", "envs/questions/answers.py",
-        "if _MIXED.search(side):", "if False:", "tests/envs/test_grading.py -k arithmetic",
+        "if extended and _MIXED.search(text):", "if False:", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
         "what was thought is taken for the answer", "envs/questions/answers.py",
@@ -3381,6 +3385,14 @@ MUTATIONS = [
         "one.is_dir(follow_symlinks=False)", "one.is_dir()", "tests/envs/test_agent_command.py -k nobody_holds",
     ),
     Mutation(
+        "what a link beside the folders points to gets other rights", "envs/isolation/process_tree.py",
+        "not stat.S_ISDIR(found.st_mode) or", "", "tests/envs/test_agent_command.py -k without_rights",
+    ),
+    Mutation(
+        "a folder without rights stays", "envs/isolation/process_tree.py",
+        "os.chmod(folder, 0o700)  # else one", "pass  # else one", "tests/envs/test_agent_command.py -k without_rights",
+    ),
+    Mutation(
         "the folder of another user is removed", "envs/isolation/process_tree.py",
         "found.st_uid != os.geteuid() or ", "", "tests/envs/test_agent_command.py -k another_user",
     ),
@@ -4245,6 +4257,11 @@ MUTATIONS = [
         SERVER,
     ),
     Mutation(
+        "a body that is no gzip is an error of the endpoint", "rollout/agents/server.py",
+        "except web.RequestPayloadError as error:", "except ZeroDivisionError as error:",
+        f"{SERVER} -k headers_say",
+    ),
+    Mutation(
         "a program's key sets its reward", "rollout/agents/rollout.py",
         'self._find(key, "reward_key")', "self._find(key)",
         "tests/rollout/agents/test_faults.py -k own_reward",
@@ -4451,6 +4468,11 @@ MUTATIONS = [
     Mutation(
         "megabytes of tools are no part of a prompt", "rollout/agents/episode.py",
         "yield from _json_characters(request.tools)", "yield 0",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "megabytes of digits are one number each", "rollout/agents/episode.py",
+        "item.bit_length() * 3 // 10 if isinstance(item, int) else 0", "0",
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(

@@ -384,6 +384,26 @@ def test_the_folder_of_another_user_stays(place: Path, monkeypatch: pytest.Monke
     assert not planted.exists()
 
 
+def test_a_folder_without_rights_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program can take them, and kill its keeper. Only root opens such a folder: it is refused here as to others."""
+    (left := place / f"{process_tree.PREFIX}1-left").mkdir()
+    opened = os.open
+
+    def open_as_user(path: str | Path, *arguments: int, **named: int) -> int:
+        if not named and not os.lstat(path).st_mode & 0o400:
+            raise PermissionError(path)
+        return opened(path, *arguments, **named)
+
+    left.chmod(0)
+    (outside := place / "outside").mkdir(mode=0o755)
+    (link := place / f"{process_tree.PREFIX}1-link").symlink_to(outside)
+    monkeypatch.setattr(os, "open", open_as_user)
+    process_tree.remove_abandoned(str(place), 1)
+    assert not left.exists() and outside.stat().st_mode & 0o777 == 0o755
+    link.unlink()
+    outside.rmdir()
+
+
 def test_whatever_ends_the_keeper_is_said() -> None:
     """An error of any kind, not of the system's alone."""
     keeper = _Keeper({"path": [], "env": {"OPENAI_API_KEY": MODEL.api_key}})

@@ -15,6 +15,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -361,8 +362,9 @@ def remove_abandoned(place: str, parent: int | None = None) -> None:
         with suppress(OSError):
             found = folder.lstat()
             young = time.time() - found.st_mtime < _ABANDONED_SECONDS
-            if found.st_uid != os.geteuid() or (young and parent is None):
+            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or (young and parent is None):
                 continue
+            os.chmod(folder, 0o700)  # else one that a program has taken all rights from could not be opened
             held = os.open(folder, _REAL_FOLDER)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -403,7 +405,7 @@ def _empty(name: str, top: int, waiting: list[str]) -> None:
                 try:
                     os.rmdir(one.name, dir_fd=within)
                 except OSError:
-                    moved = f"{len(waiting)}-{uuid.uuid4()}"
+                    moved = str(uuid.uuid4())
                     os.rename(one.name, moved, src_dir_fd=within, dst_dir_fd=top)
                     waiting.append(moved)
     finally:

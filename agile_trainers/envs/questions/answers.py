@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"([-+]?)((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE
 _FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))", re.ASCII)
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
 _DOLLAR = re.compile(r"(?<![^-+*/(\s])\\?\$\s*(?=[-+.(\d\\])", re.ASCII)
-_MIXED = re.compile(r"\d\s*\\[dt]?frac")
+_MIXED = re.compile(r"\d[\s{]*\\[dt]?frac")
 _THIN_SPACES = re.compile(r"\\[,;! ]|~|\{,\}")
 
 
@@ -124,7 +124,7 @@ def read_number(text: str) -> Fraction | None:
     Digits may be grouped by commas. A dollar sign, an exponent and surrounding brackets are allowed. A fraction (``3/4``,
     ``\\frac{3}{4}``) is a number only in lowest terms.
     """
-    text = _DOLLAR.sub("", _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text), count=1).strip()
+    text = _DOLLAR.sub("", _without_thin_spaces(text), count=1).strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
     if (text.startswith(("-", "+"))) and text[1:2] == " ":
@@ -191,6 +191,11 @@ def require_math_verify() -> None:
         raise ImportError("Comparing mathematical answers needs math-verify. Run: pip install math-verify")
 
 
+def _without_thin_spaces(text: str) -> str:
+    """Write the groups of digits of LaTeX with commas (``1{,}234``) or together (``1\\,234``)."""
+    return _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text)
+
+
 def _closed(text: str) -> bool:
     """Return whether every brace in a text is closed, so that a brace after it belongs to the text before."""
     depth = 0
@@ -205,9 +210,7 @@ def _agree(sides: list[str], number: Fraction) -> bool:
     """Return whether each of the other sides of an equation is empty, a letter, or an expression of the same value."""
     for side in sides:
         if side and not re.fullmatch(r"[A-Za-z]", side):
-            if _MIXED.search(side):  # one and a half, or half of one
-                return False
-            plain = _GROUPED.sub(lambda found: found[0].replace(",", ""), side.replace("{,}", ","))
+            plain = _GROUPED.sub(lambda found: found[0].replace(",", ""), _without_thin_spaces(side))
             try:
                 if exact_value(_DOLLAR.sub("", plain), extended=True)[0] != number:
                     return False
@@ -242,7 +245,7 @@ _SPELLINGS = (
     (r"\\div(?![a-zA-Z])", " / "),
     (r"\\(?:left|right|displaystyle|[Bb]igg?[lr]?)(?![a-zA-Z])", ""),
     (r"\\[,;! ]|~", " "),
-    (r"(?<=[\d)\]}\s])[xX](?=[\d(\[{\s])", "*"),
+    (r"(?<=[\d)\]}\s])[xX](?=\s*[\d.(\[{\\])", "*"),  # 2x + 6 has an unknown
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
@@ -265,6 +268,8 @@ def exact_value(expression: str, *, extended: bool = False) -> tuple[Fraction, l
     text = expression
     for pattern, meaning in _SPELLINGS:
         text = re.sub(pattern, meaning, text)
+    if extended and _MIXED.search(text):  # one and a half, or half of one
+        raise ValueError(f"{expression!r} has a mixed number, or a product that looks like one.")
     while text != (inner := _LATEX_FRACTION.sub(r"((\1)/(\2))", text)):
         text = inner
     text = re.sub(r"(?<=[\d)])\s*(?=\()", "*", text.translate(str.maketrans("[]{}", "()()")))

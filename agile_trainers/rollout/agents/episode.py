@@ -793,7 +793,7 @@ def _least_characters(request: ChatRequest, longest: int) -> Iterator[int]:
 
 
 def _json_characters(value: Any) -> Iterator[int]:
-    """Yield the characters of each text in JSON data, and one for what parts it from the next one."""
+    """Yield the characters of each text and whole number in JSON data, and one for what parts it from the next one."""
     left = [value]
     while left:
         item = left.pop()
@@ -801,7 +801,8 @@ def _json_characters(value: Any) -> Iterator[int]:
             left.extend(chain.from_iterable(item.items()))
         elif isinstance(item, list):
             left.extend(item)
-        yield 1 + len(item) if isinstance(item, str) else 1
+        digits = item.bit_length() * 3 // 10 if isinstance(item, int) else 0  # at least; JSON has no largest number
+        yield 1 + (len(item) if isinstance(item, str) else digits)
 
 
 def _digest_of(ids: Sequence[int]) -> bytes:

@@ -176,6 +176,8 @@ class AgentServer:
             answer = refusal
         except web.HTTPRequestEntityTooLarge:
             answer = self._too_large()
+        except web.RequestPayloadError as error:
+            answer = Refusal(f"The body cannot be read: {error}. Send what its headers say.")
         except ConnectionResetError:
             raise  # the client hung up
         except Exception as error:
@@ -203,7 +205,7 @@ class AgentServer:
         return _json({"object": "list", "data": models})
 
     async def _rewarded(self, request: web.Request) -> web.StreamResponse:
-        key = _key(request)
+        key = _key(request, "reward_key")
         body = checked(parse(await self._body(request), DEEPEST_BODY), dict, "body")
         self._exchange.reward(key, body.get("value"), get(body, "call", str))
         return _json({})
@@ -318,12 +320,12 @@ def _path(request: web.Request) -> str:
     return path
 
 
-def _key(request: web.Request) -> str:
+def _key(request: web.Request, kind: str = "api_key") -> str:
     """The key of an episode: Anthropic's header, then OpenAI's, which a token in a user's environment may also fill."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     key = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
     if not key:
-        raise Refusal("The request has no key; pass `model.api_key` as the client's `api_key`.", 401, "invalid_api_key")
+        raise Refusal(f"The request has no key; pass `model.{kind}` as the client's `api_key`.", 401, "invalid_api_key")
     return key
 
 

@@ -160,7 +160,7 @@ class ChatRenderer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token. Only a rewritten context asks for it."""
+        """Characters of the longest token. Only a rewritten context and the requests of agents ask for it."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     @cached_property

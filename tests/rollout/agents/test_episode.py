@@ -369,6 +369,7 @@ def _calling(arguments):
         ([{"role": "user", "content": ""}] * 10_001, []),
         (HELLO, [{"type": "function", "function": {"name": "look", "description": "word " * 10**6, "parameters": {}}}]),
         (HELLO, [tool("look")] * 5000),
+        (HELLO, [{"type": "function", "function": {"name": "look", "parameters": {"enum": [-(10**4000)] * 1500}}}]),
         (_calling({"at": "word " * 10**6}), []),
         (_calling({"at": [{"word " * 20: 1}] * 4000}), []),
         (_calling("no JSON " * 10**6), []),

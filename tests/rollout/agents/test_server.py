@@ -193,6 +193,21 @@ def test_refusals_come_in_the_dialect_and_are_not_sent_again(server: AgentServer
     assert _ask(server, path, body)[0] == 200
 
 
+def test_a_body_that_is_not_what_its_headers_say_is_no_error_of_ours(
+    server: AgentServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that sends thousands would fill the log with tracebacks."""
+    status, message = _refused(_ask(server, "/chat/completions", CHAT, Content_Encoding="gzip"))
+    assert status == 400 and message.startswith("The body cannot be read: 400")
+    assert "Traceback" not in caplog.text and "failed in the endpoint" not in caplog.text
+
+
+def test_a_reward_without_a_key_asks_for_the_key_of_rewards(server: AgentServer) -> None:
+    """With `model.api_key` it would be refused again."""
+    status, message = _refused(_ask(server, "/reward", {"value": 1.0}, key=None))
+    assert status == 401 and "pass `model.reward_key`" in message
+
+
 def test_an_unknown_path_is_named(server: AgentServer) -> None:
     status, message = _refused(_ask(server, "/embeddings", CHAT))
     assert status == 404 and "POST /v1/embeddings" in message and "POST /v1/chat/completions" in message
