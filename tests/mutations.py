@@ -3141,6 +3141,10 @@ MUTATIONS = [
         "            time.sleep(_SAME_SECONDS)\n", "", "tests/trainers/test_stopping.py -k twice",
     ),
     Mutation(
+        "a process that knows of another's signal hears none", "checkpoints/stopping.py",
+        "            if got:\n", "            if self._requested:\n", "tests/trainers/test_stopping.py -k anothers",
+    ),
+    Mutation(
         "rows that even out ranks enter the metrics", "step/batch.py",
         "        log_probs.live = live\n", "", "tests/trainers/test_skip_zero_advantage.py -k even_out",
     ),
