@@ -3145,6 +3145,10 @@ MUTATIONS = [
         "            time.sleep(_SAME_SECONDS)\n", "", "tests/trainers/test_stopping.py -k twice",
     ),
     Mutation(
+        "a process that knows of another's signal hears none", "checkpoints/stopping.py",
+        "            if got:\n", "            if self._requested:\n", "tests/trainers/test_stopping.py -k anothers",
+    ),
+    Mutation(
         "rows that even out ranks enter the metrics", "step/batch.py",
         "        log_probs.live = live\n", "", "tests/trainers/test_skip_zero_advantage.py -k even_out",
     ),
@@ -4724,12 +4728,25 @@ MUTATIONS = [
     ),
     Mutation(
         "a photo lies on its side", "envs/images.py",
-        "kept = image if found.getexif().get(_ORIENTATION, 1) == 1 else _upright(found)", "kept = image",
+        "_upright(found) if _turn(found) else image", "image",
         f"{IMAGES} -k upright",
     ),
     Mutation(
         "an open photo lies on its side", "envs/images.py",
-        "exif_transpose(image).convert", "image.convert", f"{IMAGES} -k upright",
+        "file, turn = BytesIO(), _turn(image)", "file, turn = BytesIO(), None", f"{IMAGES} -k upright",
+    ),
+    Mutation(
+        "photos that lie on the other side stand on their heads", "envs/images.py",
+        '6: "ROTATE_270"', '6: "ROTATE_90"', f"{IMAGES} -k orientation",
+    ),
+    Mutation(
+        "broken metadata cost their picture", "envs/images.py",
+        "    with suppress(Exception):\n        return _TURNS", "    with suppress():\n        return _TURNS",
+        f"{IMAGES} -k metadata",
+    ),
+    Mutation(
+        "a phone's photo is refused for the preview behind it", "envs/images.py",
+        ' and image.format != "MPO"', "", f"{IMAGES} -k phones",
     ),
     Mutation(
         "images of 16 bits are cut at 255", "envs/images.py",

@@ -67,10 +67,14 @@ class GracefulStop(TrainerCallback):
             yield  # Python can change no handler here
             return
 
+        got = False  # by this process; `_requested` may be another's
+
         def request(number: int, _: Any) -> None:
-            if self._requested:
+            nonlocal got
+            if got:
                 return
-            self._requested = signal.Signals(number)
+            got = True
+            self._requested = self._requested or signal.Signals(number)
             logger.warning(_SAID[self._requested])
             end_silent_calls()
             # They are handled meanwhile. Without a pause, one could wait for a long call and look like a later one.

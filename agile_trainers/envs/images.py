@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,11 @@ MOST_IMAGES = 256
 _MOST_BYTES = 2**26
 _ORIENTATION = 0x112
 """Tag of EXIF."""
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+"""Orientation to the name, in Pillow, of what turns the image upright."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 DATA = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 """Beginning of an address that holds the image itself."""
@@ -100,24 +105,32 @@ def read_image(value: Any, source: str = "image") -> Image:
     if isinstance(value, np.ndarray):
         value = _of_array(value)
     if isinstance(value, PIL.Image.Image):
-        _check(value)
-        return _shared(_upright(value))
+        with _decoding("An open image"):
+            _check(value)
+            return _shared(_upright(value))
     data = _bytes_of(value, source)
     if len(data) > _MOST_BYTES:
         raise ImageError(f"An image has {len(data):,} bytes; expected at most {_MOST_BYTES:,}.")
     image = Image(data)
     if (known := _known.get(image.digest)) is not None:
         return known
+    with (
+        _decoding(f"An image of {len(data):,} bytes"),
+        PIL.Image.open(BytesIO(data), formats=_FORMATS) as found,
+    ):
+        _check(found)
+        found.load()
+        return _known.setdefault(image.digest, _shared(_upright(found) if _turn(found) else image))
+
+
+@contextmanager
+def _decoding(what: str) -> Iterator[None]:
     try:
-        with PIL.Image.open(BytesIO(data), formats=_FORMATS) as found:
-            _check(found)
-            found.load()
-            kept = image if found.getexif().get(_ORIENTATION, 1) == 1 else _upright(found)
+        yield
     except ImageError:
         raise
     except Exception as error:  # whatever a decoder makes of broken bytes
-        raise ImageError(f"An image of {len(data):,} bytes cannot be read: {type(error).__name__}: {error}") from error
-    return _known.setdefault(image.digest, _shared(kept))
+        raise ImageError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def is_image(value: Any) -> bool:
@@ -160,11 +173,19 @@ def size_of(image: Image) -> tuple[int, int]:
 
 def _upright(image: Any) -> Image:
     """Return a PIL image as a file that no metadata turn: viewers differ in those that they obey."""
-    from PIL.ImageOps import exif_transpose
+    import PIL.Image
 
-    file = BytesIO()
-    exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+    file, turn = BytesIO(), _turn(image)
+    turned = image.transpose(PIL.Image.Transpose[turn]) if turn else image
+    turned.convert("RGB").save(file, "PNG", compress_level=1)
     return Image(file.getvalue())
+
+
+def _turn(image: Any) -> str | None:
+    """Return what turns a PIL image upright; None if it is. Metadata that cannot be read turn nothing."""
+    with suppress(Exception):
+        return _TURNS.get(image.getexif().get(_ORIENTATION))
+    return None
 
 
 def _shared(image: Image) -> Image:
@@ -217,7 +238,8 @@ def _check(image: Any) -> None:
         raise ImageError(
             f"An image has {width} x {height} pixels; expected 1 to {MOST_PIXELS:,}. Scale it down: a model reads far fewer."
         )
-    if getattr(image, "is_animated", False):  # the number of frames would take long to count
+    # A phone's photo has a preview or a depth map behind it (MPO), and the first picture is the photo.
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # the number of frames would take long to count
         raise ImageError("An image has several frames; expected one. Choose a frame.")
     if image.mode[0] in "IF":  # Pillow would cut their values at 255
         raise ImageError(

@@ -16,6 +16,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from PIL.ImageOps import exif_transpose
 from transformers.image_utils import load_image
 
 from agile_environments.colours import Colours, bitmap, expert_policy
@@ -295,6 +296,10 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "huge, open": (lambda: noise(0).resize((5000, 5000)), f"5000 x 5000 pixels; expected 1 to {MOST_PIXELS:,}"),
     "zero-sized, open": (lambda: noise(0).crop((0, 0, 0, 5)), "0 x 5 pixels"),
     "made by hand": (lambda: Image(b"hello"), "cannot be read"),
+    "broken off, open": (
+        lambda: PIL.Image.open(BytesIO(hostile_images.file_of(noise(0), "JPEG")[:-100])),
+        "message 0 with a bad part: An open image cannot be read: OSError",
+    ),
     "a row of pixels": (lambda: np.zeros((5, 3), dtype=np.uint8)[:0], "no pixels"),
     "two channels": (lambda: np.zeros((5, 5, 2), dtype=np.uint8), "shape .5, 5, 2. and type uint8 is no image"),
     "numbers": (lambda: np.zeros((5, 5)), "type float64 is no image"),
@@ -340,6 +345,41 @@ def test_a_turned_image_is_shown_upright(tmp_path: Path, kind: str, source: str)
     assert opened(image).tobytes() == expected.tobytes() == PIL.Image.open(BytesIO(image.data)).convert("RGB").tobytes()
     assert PIL.Image.open(BytesIO(image.data)).getexif().get(ORIENTATION, 1) == 1
     assert images.read_image(*given()) is images.read_image(image) is image
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_turned_as_by_transformers(tmp_path: Path, orientation: int) -> None:
+    (exif := PIL.Image.Exif())[ORIENTATION] = orientation
+    (path := tmp_path / "photo").write_bytes(hostile_images.file_of(noise(0, (24, 40)), exif=exif))
+    assert opened(images.read_image(path)).tobytes() == load_image(str(path)).tobytes()
+
+
+(WIDTH := PIL.Image.Exif()).update({ORIENTATION: 6, 271: "Maker"})
+BROKEN = {
+    "all": (b"Exif\0\0garbage", (24, 40)),
+    "a width that is text": (WIDTH.tobytes().replace(b"\x01\x0f", b"\x01\0"), (40, 24)),
+}
+"""Metadata to the size of their picture."""
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_metadata_cost_no_picture(what: str, kind: str) -> None:
+    exif, size = BROKEN[what]
+    data = hostile_images.file_of(noise(0, (24, 40)), kind, exif=exif)
+    for given in (data, PIL.Image.open(BytesIO(data))):
+        assert images.size_of(images.read_image(given)) == size
+
+
+@pytest.mark.parametrize("exif", [b"", TURNED])
+def test_the_first_picture_of_a_phones_photo_is_the_photo(exif: Any) -> None:
+    """Phones add a preview or a depth map, and write the same format as a camera of two lenses (MPO)."""
+    photo, preview = noise(0, (24, 40)), noise(1, (24, 40))
+    data = hostile_images.file_of(photo, "MPO", save_all=True, append_images=[preview], exif=exif)
+    assert PIL.Image.open(BytesIO(data)).n_frames == 2
+    expected = PIL.Image.open(BytesIO(hostile_images.file_of(photo, "JPEG", exif=exif)))
+    for given in (data, PIL.Image.open(BytesIO(data))):
+        assert opened(images.read_image(given)).tobytes() == exif_transpose(expected).tobytes()
 
 
 def test_an_upright_photo_is_kept_as_it_is() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from checkpointed_runs import BEST, Falls, assert_same, make, weights
 from datasets import Dataset
 from forks import run
 from games import make_trainer
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from agile_trainers.checkpoints import stopping
 from agile_trainers.checkpoints.integrity import check_complete
@@ -62,6 +64,27 @@ def test_a_signal_that_arrives_twice_is_one_request(monkeypatch, warned):
             assert paused == [2.0] and not earlier and len(warned) == 1
             signal.raise_signal(signal.SIGTERM)
             assert earlier == [signal.SIGTERM] and len(warned) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_process_that_knows_of_anothers_signal_hears_its_own(monkeypatch):
+    """Its first is taken for the other's, passed on; a second one stops it, in a save that hangs for example."""
+    earlier: list[int] = []
+    monkeypatch.setattr(stopping.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda number, _: earlier.append(number))
+    told = torch.tensor([[float(signal.SIGTERM), 0.0]])
+    stop = stopping.GracefulStop(SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, told])))
+    args = SimpleNamespace(max_wall_seconds=None, save_only_model=False, save_total_limit=None)
+    control = TrainerControl()
+    try:
+        with stop.heard():
+            stop.ask(args, TrainerState(global_step=1, max_steps=2), control)
+            assert control.should_training_stop
+            signal.raise_signal(signal.SIGTERM)
+            assert not earlier
+            signal.raise_signal(signal.SIGTERM)
+            assert earlier == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 
