@@ -1466,6 +1466,11 @@ MUTATIONS = [
         "part.weights.get(name, part.tokens)", "part.tokens", f"{OWN_LOSS} -k values_of_episodes",
     ),
     Mutation(
+        "a micro-batch without a trained token has an entropy of 0", "step/token_batches.py",
+        "if not any(part.tokens for part in passes):", "if False:",
+        "tests/trainers/test_accumulation.py -k enters_no_metric",
+    ),
+    Mutation(
         "a pass that ran out of memory counts twice", "step/token_batches.py",
         "parameter.grad = gradient", "pass", "tests/trainers/test_passes.py -k does_not_fit_is_made",
     ),
