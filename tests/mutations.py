@@ -1065,6 +1065,11 @@ MUTATIONS = [
         "torch.where(differ, factor / (std + STD_EPSILON), 0.0)", "factor", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
+        "rewards of opposite infinities are an episode without a reward", "step/reward.py",
+        "weighted.isinf().any(dim=1) | weighted.nansum(dim=1).isinf()", "weighted.nansum(dim=1).isinf()",
+        "tests/trainers/test_reward_functions.py -k leaves_float32",
+    ),
+    Mutation(
         "REINFORCE forgets the weights of rewards", "algorithms/reinforce.py",
         "None if turns.weights is None else functools", "None if True else functools",
         f"{DRIFT_OPTIONS} -k reinforce_is_exact",
