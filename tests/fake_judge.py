@@ -64,7 +64,7 @@ class FakeJudge:
 
     Args:
         fault: Returns the fault of a try, given the request and how often it was made before; None for none. ``status 429 7
-            words`` has ``Retry-After`` and words in its body.
+            words`` has ``Retry-After`` and words in its body; ``body text`` is a response of that text.
         answer: Returns the answer to a request, as text or as data.
     """
 
@@ -103,6 +103,8 @@ class FakeJudge:
             after = "".join(after_words[:1])
         elif fault == "no completion":
             content = "<html>gateway</html>"
+        elif fault is not None and fault.startswith("body "):
+            content = fault.removeprefix("body ")
         elif fault in BAD_ANSWERS:
             content = completion(BAD_ANSWERS[fault])
         else:

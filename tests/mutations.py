@@ -1065,6 +1065,11 @@ MUTATIONS = [
         "torch.where(differ, factor / (std + STD_EPSILON), 0.0)", "factor", f"{DRIFT_OPTIONS} -k advantages_by_hand",
     ),
     Mutation(
+        "rewards of opposite infinities are an episode without a reward", "step/reward.py",
+        "weighted.isinf().any(dim=1) | weighted.nansum(dim=1).isinf()", "weighted.nansum(dim=1).isinf()",
+        "tests/trainers/test_reward_functions.py -k leaves_float32",
+    ),
+    Mutation(
         "REINFORCE forgets the weights of rewards", "algorithms/reinforce.py",
         "None if turns.weights is None else functools", "None if True else functools",
         f"{DRIFT_OPTIONS} -k reinforce_is_exact",
@@ -1464,6 +1469,11 @@ MUTATIONS = [
     Mutation(
         "metrics of episodes are merged by tokens", "step/token_batches.py",
         "part.weights.get(name, part.tokens)", "part.tokens", f"{OWN_LOSS} -k values_of_episodes",
+    ),
+    Mutation(
+        "a micro-batch without a trained token has an entropy of 0", "step/token_batches.py",
+        "if not any(part.tokens for part in passes):", "if False:",
+        "tests/trainers/test_accumulation.py -k enters_no_metric",
     ),
     Mutation(
         "a pass that ran out of memory counts twice", "step/token_batches.py",

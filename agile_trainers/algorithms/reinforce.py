@@ -60,7 +60,7 @@ class REINFORCE:
     weighs_decisions = True
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
-        returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma, turns.rewarded)
+        returns = discounted_returns(turns.rewards.double(), turns.mask, self.args.gamma, turns.rewarded)
         granularity = self.args.advantage_granularity
         by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)
         counts = turns.lengths if by_token else None

@@ -231,7 +231,8 @@ class JudgeEndpoint:
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
             choice = answered["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
-        except (ValueError, LookupError, TypeError, AttributeError):
+        # RecursionError: of brackets without end. OverflowError: of a count of 1e999.
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             raise UnansweredForNow(f"The response is no chat completion: {mask(text)[0][:_LONGEST_ERROR]}") from None
         if not isinstance(content, str):  # thoughts alone, or a refusal
             raise Unanswered(f"The answer has no text (finish_reason: {ended!r:.40}).", tokens)

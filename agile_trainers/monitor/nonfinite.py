@@ -68,8 +68,8 @@ class StepGuard:
             raise NonFiniteError(
                 f"The gradient was not finite in {self.in_a_row} optimizer steps in a row, up to step {step + 1}. All of "
                 "them were skipped: the weights are finite, and so are the checkpoints. Likely causes: a learning_rate "
-                "that is too high, a reward function that returns inf, or overflow in half precision (try bf16=True or "
-                "float32). Change it and resume from the newest checkpoint."
+                "that is too high, rewards so large that their squares overflow, or overflow in half precision (try "
+                "bf16=True or float32). Change it and resume from the newest checkpoint."
             )
         logger.warning(
             "Step %d was skipped: the norm of its gradient is %s. Weights, optimizer and schedule are unchanged. "

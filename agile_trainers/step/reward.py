@@ -361,13 +361,24 @@ class Rewards:
         Args:
             rows: The row of each episode of this process.
             trajectories: This process's episodes, equally many on each.
+
+        Raises:
+            ValueError: On every process, if the weighted sum of an episode's rewards is no finite number in float32.
         """
         rewards = self._calculate(**reward_inputs(rows, trajectories))
         failed = [trajectory.stop_reason.failed or trajectory.unjudged for trajectory in trajectories]
         everywhere: torch.Tensor = self._accelerator.gather(torch.tensor(failed, device=rewards.device))
         if not everywhere.all():  # a batch that failed whole says nothing of the functions
             self._look((~rewards[~everywhere].isnan()).any(dim=0).tolist())
-        return rewards.masked_fill(everywhere[:, None], torch.nan)
+        rewards = rewards.masked_fill(everywhere[:, None], torch.nan)
+        weighted = rewards * self.weights.to(rewards.device)
+        if (row := (weighted.isinf().any(dim=1) | weighted.nansum(dim=1).isinf()).nonzero()).numel():
+            given = (f"{name} {value:.3g}" for name, value in zip(self.names, rewards[row[0, 0]].tolist(), strict=True))
+            raise ValueError(
+                f"The weighted sum of an episode's rewards exceeds {LARGEST_REWARD:.3g} (float32): {', '.join(given)}. One "
+                "infinity makes a whole group worthless. Lower reward_weights, or let the functions return less."
+            )
+        return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """Compute the weighted sums (B,) of rewards (B, F); see :func:`totals`."""

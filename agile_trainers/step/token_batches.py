@@ -449,6 +449,9 @@ class TokenBatches:
             if not last:
                 total = total + loss
         self._merge(passes, metrics, before)
+        if not any(part.tokens for part in passes):
+            # Their means over no token are 0, and the log is a mean over micro-batches.
+            _forget(metrics, before, {*_OF_TOKENS, *passes[0].weights})
         loss = loss if len(passes) == 1 else loss + total
         # The trainer's own backward pass then ends at this number.
         return loss.requires_grad_() if complete else loss
@@ -634,6 +637,21 @@ def _merged(extreme: str | None, values: Sequence[float], weights: Sequence[floa
     if extreme == "_max":
         return max(value for value, _ in there)
     return sum(value * weight for value, weight in there) / sum(weight for _, weight in there)
+
+
+_OF_TOKENS = (
+    "entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean",
+    *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")),
+)  # fmt: skip
+"""Metrics of TRL's loss over the tokens that are trained on."""
+
+
+def _forget(metrics: dict[str, list[float]], before: dict[str, int], names: set[str]) -> None:
+    """Remove what was appended to some metrics since they had the lengths ``before``."""
+    for name in names & metrics.keys():
+        del metrics[name][before.get(name, 0) :]
+        if not metrics[name]:
+            del metrics[name]
 
 
 @contextmanager

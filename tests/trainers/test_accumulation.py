@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, IterableDataset
-from games import make_trainer
+from games import Chatter, make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
@@ -165,3 +165,50 @@ def test_the_time_of_an_update_is_that_of_all_its_micro_batches(embedded_model, 
     trainer.train()
     (log,) = (log for log in trainer.state.log_history if "time/update" in log)
     assert 4 - log["time/rollout"] - 0.01 < log["time/update"] <= 4
+
+
+class Lost(Chatter):
+    """Fails for every third answer, once training has begun."""
+
+    training = False
+
+    def step(self, action):
+        if self.training and sum(map(ord, action)) % 3 == 0:
+            raise RuntimeError("no answer")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"demonstrations": "experts:hums", "demonstrations_per_group": 2}, "clip_ratio/region_mean"),
+        (
+            {"demonstrations": "experts:hums", "demonstrations_per_group": 2, "algorithm": "own_losses:Tokens"},
+            "clipped",
+        ),
+        ({"environment": Lost}, "clip_ratio/region_mean"),
+    ],
+    ids=["an expert", "a loss of one's own", "failed episodes"],
+)
+def test_a_micro_batch_without_a_trained_token_enters_no_metric(embedded_model, tmp_path, monkeypatch, changes, named):
+    """An entropy of 0 nobody had; what is not a mean over trained tokens is logged all the same."""
+    logs, counted = [], []
+    for size in (8, 1):
+        monkeypatch.setattr(Lost, "training", False)
+        trainer = make_trainer(
+            embedded_model, tmp_path / str(size), per_device_train_batch_size=size, gradient_accumulation_steps=8 // size,
+            skip_zero_advantage=False, max_steps=2, num_iterations=2, learning_rate=0.3, **changes,
+        )  # fmt: skip
+        loss = trainer.token_batches.loss
+        trainer.token_batches.loss = lambda model, read, whole, *a, _loss=loss, **k: (
+            counted.append(whole.counted.any().item()) or _loss(model, read, whole, *a, **k)
+        )
+        monkeypatch.setattr(Lost, "training", True)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    (whole, alone) = logs
+    assert not all(counted), "every micro-batch has a trained token: the test is empty"
+    for ours, theirs in zip(alone, whole, strict=True):
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.03) and ours["entropy"] > 5
+    assert alone[1][named] > 0.5 * whole[1][named] > 0
+    assert whole[0].keys() == alone[0].keys()

@@ -10,6 +10,7 @@ import torch
 from games import Chatter, OneTurn, draw_batch, make_trainer, settings
 from recorded import recorded
 
+from agile_trainers.step.credit import CreditInputs
 from agile_trainers.trainers import (
     MultiTurnCISPOConfig,
     MultiTurnCISPOTrainer,
@@ -28,6 +29,19 @@ def reinforce(model, output_dir, environment=Chatter, **changes):
 
 def episodes(folder):
     return recorded(folder)
+
+
+def test_returns_that_leave_float32_have_advantages(embedded_model, tmp_path):
+    """The sums of the rewards are far from a limit, but not the return of a later turn: -6e38 has no float32."""
+    trainer = reinforce(embedded_model, tmp_path)
+    rewards = torch.tensor([[3e38, -3e38, -3e38], [0.0, 0.0, 0.0]])
+    mask, failed = torch.ones_like(rewards, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+    numbers = torch.ones_like(rewards, dtype=torch.long)
+    turns = CreditInputs(rewards, mask, failed, numbers, numbers, torch.zeros(2, dtype=torch.long))
+    found = trainer.assign_credit(turns).advantages
+    returns = np.array([[-3, -6, -3], [0, 0, 0]])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("granularity", ["turn", "token"])

@@ -405,3 +405,22 @@ def test_what_is_no_list_of_rewards_is_named(returned: Any) -> None:
     given = {"trajectories": [Trajectory([1], [2], [0.0], [], StopReason.TERMINATED)], "log_metric": lambda *_: None}
     with pytest.raises(ValueError, match="reward function 'generous' returned a"):
         over_sound_episodes(generous, False)(**given, log_extra=None)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights"),
+    [((3e38, 3e38), [1.0, 1.0]), ((3e38, 0.0), [2.0, 1.0]), ((-3e38, -3e38), [1.0, 1.0]), ((3e38, -3e38), [2.0, 2.0])],
+    ids=["sum", "weight", "negative", "opposite infinities"],
+)
+def test_rewards_whose_sum_leaves_float32_are_an_error(embedded_model, tmp_path, values, weights):
+    """An infinite reward gave the whole group advantages that are NaN, and the step was skipped."""
+
+    def first(completions, **_):
+        return [values[0]] * len(completions)
+
+    def second(completions, **_):
+        return [values[1]] * len(completions)
+
+    trainer = make_trainer(embedded_model, tmp_path, reward_funcs=[first, second], reward_weights=weights)
+    with pytest.raises(ValueError, match=r"exceeds 3\.4e\+38 .*first -?3e\+38, second .*reward_weights"):
+        trainer.train()
