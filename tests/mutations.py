@@ -2367,6 +2367,12 @@ MUTATIONS = [
         "tests/trainers/test_updates.py -k earlier_ones",
     ),
     Mutation(
+        "a message is shortened in silence", "records/plain.py",
+        "        if self._whole and self._left <= 0:\n",
+        "        if self._whole and self._left < -1:\n",
+        "tests/envs/test_env_checker.py",
+    ),
+    Mutation(
         "arrays are told apart by their texts", "records/plain.py",
         'if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):', "if False:",
         "tests/evaluation/test_comparison.py -k different_rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -19,7 +20,7 @@ from agile_trainers.envs.checker import describe_error
 from agile_trainers.envs.scripted_policies import known_policies, play
 from agile_trainers.evaluation.scripted_policies import answer_ids
 from agile_trainers.imports import NotThereError, load_named
-from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.plain import from_json
 from agile_trainers.records.reader import read_records
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer
@@ -258,4 +259,4 @@ def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start,
 
 def _start(row: Mapping[str, Any]) -> Start:
     options = row.get("row")
-    return row.get("environment"), row["seed"], "" if options is None else to_json(options)
+    return row.get("environment"), row["seed"], "" if options is None else json.dumps(options)
