@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -123,8 +122,13 @@ class Demonstrations:
 
     @staticmethod
     def _drop(environment: Any) -> None:
-        with suppress(Exception):
+        try:
             getattr(environment, "close", lambda: None)()
+        except Exception as error:
+            logger.warning_once(
+                f"{type(environment).__name__}: close() of the instance that demonstrations were played in raised "
+                f"{describe_error(error)}. What it holds, such as processes or files, may be left."
+            )
 
     def placed(self, specs: Sequence[EpisodeSpec], places: Sequence[int]) -> list[EpisodeSpec]:
         """Let the expert take its places.

@@ -445,6 +445,19 @@ def test_without_reports_of_success_the_best_of_each_environment_counts(monkeypa
     ]
 
 
+def test_an_instance_that_cannot_be_closed_is_named(monkeypatch) -> None:
+    class Stuck:
+        def close(self) -> None:
+            raise OSError("its server is gone")
+
+    said: list[str] = []
+    monkeypatch.setattr(demonstrations.logger, "warning_once", said.append)
+    demonstrations.Demonstrations._drop(Stuck())
+    demonstrations.Demonstrations._drop(object())
+    (warning,) = said
+    assert "Stuck: close()" in warning and "OSError: its server is gone" in warning
+
+
 def test_a_large_row_reaches_reset_as_it_was(tmp_path) -> None:
     """What is shortened where it is only shown is whole where it is played again."""
     row = {"maze": [[place] * 20 for place in range(1000)]}
