@@ -2391,10 +2391,6 @@ MUTATIONS = [
         'for form in (one.rpartition(":")[2], one)}', "for form in (one,)}", "tests/test_cli_eval.py -k those_of_training",
     ),
     Mutation(
-        "a chain of an earlier version has another LoRA", "cli/chain/command.py",
-        "{name: _literal(text) for", "{name: text for", "tests/test_cli_chain.py -k every_process",
-    ),
-    Mutation(
         "the first stage of a chain may have followed another", "cli/chain/command.py",
         'else {"id": None}', 'else {"id": state["parent"]}', "tests/test_cli_chain.py -k other_stages",
     ),
