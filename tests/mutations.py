@@ -4451,8 +4451,18 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
+        "settings of megabytes are recorded", "rollout/agents/requests.py",
+        "value if len(texts[name]) <= _LONGEST_SETTING else", "value if True else",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "further templates of the Hub are not tried", "adapters/untrusted.py",
+        "else [find(name) for name in _more_templates(model, revision)]", "else []",
+        "tests/adapters/test_strangers.py -k template_of_a_repository",
+    ),
+    Mutation(
         "megabytes of tools are no part of a prompt", "rollout/agents/episode.py",
-        "yield from _json_characters(request.tools)", "yield 0",
+        "yield from _json_characters(tools)", "yield 0",
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
