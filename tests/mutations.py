@@ -2377,6 +2377,12 @@ MUTATIONS = [
         "tests/trainers/test_updates.py -k earlier_ones",
     ),
     Mutation(
+        "a message is shortened in silence", "records/plain.py",
+        "        if self._whole and self._left <= 0:\n",
+        "        if self._whole and self._left < -1:\n",
+        "tests/envs/test_env_checker.py",
+    ),
+    Mutation(
         "arrays are told apart by their texts", "records/plain.py",
         'if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):', "if False:",
         "tests/evaluation/test_comparison.py -k different_rows",
@@ -2393,10 +2399,6 @@ MUTATIONS = [
     Mutation(
         "limits of a class are not found by its name", "cli/eval/command.py",
         'for form in (one.rpartition(":")[2], one)}', "for form in (one,)}", "tests/test_cli_eval.py -k those_of_training",
-    ),
-    Mutation(
-        "a chain of an earlier version has another LoRA", "cli/chain/command.py",
-        "{name: _literal(text) for", "{name: text for", "tests/test_cli_chain.py -k every_process",
     ),
     Mutation(
         "the first stage of a chain may have followed another", "cli/chain/command.py",
@@ -4480,8 +4482,18 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
+        "settings of megabytes are recorded", "rollout/agents/requests.py",
+        "value if len(texts[name]) <= _LONGEST_SETTING else", "value if True else",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
+        "further templates of the Hub are not tried", "adapters/untrusted.py",
+        "else [find(name) for name in _more_templates(model, revision)]", "else []",
+        "tests/adapters/test_strangers.py -k template_of_a_repository",
+    ),
+    Mutation(
         "megabytes of tools are no part of a prompt", "rollout/agents/episode.py",
-        "yield from _json_characters(request.tools)", "yield 0",
+        "yield from _json_characters(tools)", "yield 0",
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(

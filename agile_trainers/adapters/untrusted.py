@@ -23,7 +23,7 @@ import markupsafe
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file, list_repo_templates
 
 from agile_trainers.adapters.folders import CheckpointError, check_index, read_json
 
@@ -287,8 +287,17 @@ def check_model_folder(model: str, revision: str | None = None) -> None:
     for name in (*_INDICES, *([other] if isinstance(other, str) else [])):
         if (path := find(name)).is_file():
             check_index(path)
-    more = sorted(folder.glob(MORE)) if local else []
+    more = sorted(folder.glob(MORE)) if local else [find(name) for name in _more_templates(model, revision)]
     check_templates(find(_SETTINGS[0]), [find(FILE), *more])
+
+
+def _more_templates(repository: str, revision: str | None) -> list[str]:
+    """Return the further templates of a repository, of what is here already where there is no connection."""
+    try:
+        names = list_repo_templates(repository, local_files_only=False, revision=revision)
+    except (OSError, ValueError):  # no such repository: loading it as a model raises the clearest error
+        return []
+    return [MORE.replace("*.jinja", f"{name.removesuffix('.jinja')}.jinja") for name in sorted(names)]
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:

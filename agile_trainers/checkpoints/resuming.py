@@ -66,7 +66,10 @@ class OptionChanges:
 def recorded_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the options that affect learning, as JSON types, without paths and addresses."""
     chosen = {f.name: getattr(args, f.name) for f in fields(args) if not f.name.startswith(_BOOKKEEPING)}
-    return json.loads(json.dumps(chosen, default=str))
+    # A set has another order in each process.
+    return json.loads(
+        json.dumps(chosen, default=lambda one: sorted(map(str, one)) if isinstance(one, (set, frozenset)) else str(one))
+    )
 
 
 def compare_options(

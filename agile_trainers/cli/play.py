@@ -112,7 +112,8 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         if options.record and not episode.stop_reason.failed:
             conversation = [*episode.prompt, *(message for turn in episode.turns for message in turn.said)]
             with Path(options.record).open("a", encoding="utf-8") as file:
-                file.write(to_json({"seed": seed, "messages": conversation, "rewards": episode.rewards}) + "\n")
+                record = {"seed": seed, "messages": conversation, "rewards": episode.rewards}
+                file.write(to_json(record, shown=False) + "\n")
         if episode.stop_reason.failed:
             if not episode.turns and agent is None:
                 console.print(

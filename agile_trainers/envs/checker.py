@@ -33,7 +33,7 @@ from agile_trainers.envs.base import (
 )
 from agile_trainers.envs.images import ImageError, as_content, read_part
 from agile_trainers.imports import pass_on_interrupt
-from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.plain import TooLargeError, whole_copy
 from agile_trainers.types import Message, text_of
 
 LONG_OBSERVATION = 100_000
@@ -211,24 +211,32 @@ def _validate_observation(observation: Any, method: str) -> Observation:
             except ImageError as error:
                 raise EnvironmentProtocolError(f"{method} returned message {index} with a bad part: {error}") from error
             texts = [{**part, "text": plain_text(part["text"])} if "text" in part else part for part in parts]
-            messages.append({**_plain_message({**message, "content": ""}), "content": as_content(texts)})
+            plain = _plain_message({**message, "content": ""}, f"{method} returned message {index}")
+            messages.append({**plain, "content": as_content(texts)})
             continue
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(
                 f"{method} returned message {index} as {_describe(message)}; expected a dict such as "
                 '{"role": "user", "content": "..."}.'
             )
-        messages.append(_plain_message(message))
+        messages.append(_plain_message(message, f"{method} returned message {index}"))
     return messages
 
 
-def _plain_message(message: Message) -> Message:
+def _plain_message(message: Message, source: str) -> Message:
     """Copy a message as data that can be written, sent to other processes and compared."""
     texts = {key: plain_text(value) for key, value in message.items() if type(key) is str and isinstance(value, str)}
     if len(texts) == len(message):
         return texts
     others = {key: value for key, value in message.items() if type(key) is not str or not isinstance(value, str)}
-    return {**texts, **from_json(to_json(others))}
+    try:
+        return {**texts, **whole_copy(others)}
+    except TooLargeError as error:
+        names = ", ".join(repr(key) for key in others if type(key) is str)
+        raise EnvironmentProtocolError(
+            f"{source} whose fields besides texts ({names:.100}) {error}. They are not shortened, since a chat template may "
+            "write them into the prompt: send less."
+        ) from error
 
 
 def _validate_info(info: Any, method: str) -> dict[str, Any]:

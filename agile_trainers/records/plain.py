@@ -22,6 +22,8 @@ _DEEPEST = 20
 """Nesting levels of an environment's dicts and lists that are written."""
 _NESTED = 100
 """Nesting levels of JSON that is read."""
+LARGEST, DEEPEST_MESSAGE = 1_000_000, 120
+"""Items and nesting levels of data that is copied whole: arguments of a tool call may have :data:`_NESTED`."""
 LARGEST_JSON = 2**30
 """Bytes of a file of JSON that is read; one that is a hole has no size on the disk."""
 _LONGEST_TEXT = 10_000
@@ -34,38 +36,86 @@ PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 
 
+class TooLargeError(ValueError):
+    """Raised where data would have to be shortened that is needed whole."""
+
+
 class Plain:
     """Converts any object to JSON-ready data, self-referencing, raising and very large ones included.
 
     Args:
         items: Number of items that are written; the rest is left out.
+        levels: Nesting levels that are written.
+        whole: True to raise instead of leaving something out. Values that JSON does not know are texts there too.
+
+    Raises:
+        TooLargeError: With ``whole``, naming the limit.
     """
 
-    def __init__(self, items: int = 10_000) -> None:
-        self._left = items
+    def __init__(self, items: int = 10_000, levels: int = _DEEPEST, *, whole: bool = False) -> None:
+        self._left, self._items, self._levels, self._whole = items, items, levels, whole
 
     def __call__(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
         self._left -= 1
         try:
             if isinstance(value, (dict, list, tuple)):
-                if self._left < 0 or id(value) in inside or len(inside) == _DEEPEST:
-                    return f"<{type(value).__name__}: left out>"
+                if self._left < 0 or id(value) in inside or len(inside) == self._levels:
+                    return self._left_out(value, inside)
                 inside = (*inside, id(value))
                 if isinstance(value, dict):
                     # What is stored: the methods of a subclass may never end.
-                    return {_text(key): self(item, inside) for key, item in dict.items(value) if self._left >= 0}
+                    pairs = dict.items(value)
+                    found = {self._text(key): self(item, inside) for key, item in pairs if self._goes_on()}
+                    if self._whole and len(found) < dict.__len__(value):
+                        raise TooLargeError("have two keys of an object with one text")
+                    return found
                 stored = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-                return [self(item, inside) for item in stored if self._left >= 0]
+                return [self(item, inside) for item in stored if self._goes_on()]
             if value is None or isinstance(value, (bool, str)):
                 return value
-            if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
+            if isinstance(value, int) and (self._whole or value.bit_length() <= _MOST_BITS):
                 return int(value)
             if isinstance(value, float) and isfinite(value):
                 return float(value)
+        except TooLargeError:
+            raise
         except BaseException as error:  # of the environment's own class
             pass_on_interrupt(error)
             return f"<{type(value).__name__}: {type(error).__name__}>"
-        return _text(value)
+        return self._text(value)
+
+    def _goes_on(self) -> bool:
+        if self._whole and self._left <= 0:
+            raise TooLargeError(f"have more than {self._items:,} items")
+        return self._left >= 0
+
+    def _left_out(self, value: Any, inside: tuple[int, ...]) -> str:
+        if self._whole:
+            deep = f"are nested in more than {self._levels} levels"
+            raise TooLargeError("hold themselves" if id(value) in inside else deep)
+        return f"<{type(value).__name__}: left out>"
+
+    def _text(self, value: Any) -> str:
+        if self._whole and isinstance(value, str):
+            return str.__str__(value)
+        text = _text(value)
+        if self._whole and len(text) == _LONGEST_TEXT:
+            raise TooLargeError(f"have a {type(value).__name__} whose text has {_LONGEST_TEXT:,} characters or more")
+        return text
+
+
+def whole_copy(value: Any) -> Any:
+    """Copy data as JSON holds it; values that JSON does not know (NaN too) become their ``str``.
+
+    Raises:
+        TooLargeError: If it has more than :data:`LARGEST` items or :data:`DEEPEST_MESSAGE` nesting levels, or holds itself.
+    """
+    try:
+        return json.loads(json.dumps(Plain(LARGEST, DEEPEST_MESSAGE, whole=True)(value)))
+    except TooLargeError:
+        raise
+    except ValueError as error:  # thousands of digits, which Python neither writes nor reads
+        raise TooLargeError(f"have a number that cannot be written: {error}") from error
 
 
 def content_digest(value: Any, seed: int) -> str:
@@ -191,9 +241,15 @@ def _parts(value: Any, text: str) -> list[Any]:
     return [one for one in whole if repr(one) in text] or parts
 
 
-def to_json(value: Any) -> str:
-    """Convert any object to JSON in UTF-8. Values that JSON cannot represent (NaN too) become their ``str``."""
-    return encodable(json.dumps(Plain()(value), ensure_ascii=False))
+def to_json(value: Any, *, shown: bool = True) -> str:
+    """Convert any object to JSON in UTF-8. Values that JSON cannot represent (NaN too) become their ``str``.
+
+    Args:
+        value: The object.
+        shown: True to shorten what is large, for readers; False for what is read in order to play it again.
+    """
+    plain = Plain() if shown else Plain(LARGEST, _NESTED)
+    return encodable(json.dumps(plain(value), ensure_ascii=False))
 
 
 def from_json(text: str | bytes, *, written: bool = False) -> Any:

@@ -196,7 +196,7 @@ def episode_row(
         "member": member,
         "environment": trajectory.environment_name,
         "seed": trajectory.seed,
-        "row": None if trajectory.options is None else to_json(trajectory.options),
+        "row": None if trajectory.options is None else to_json(trajectory.options, shown=False),
         "return": trajectory.episode_return,
         "success": trajectory.success,
         "stop_reason": trajectory.stop_reason.value,

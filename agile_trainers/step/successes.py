@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agile_trainers.records.plain import Plain, content_digest
+from agile_trainers.records.plain import DEEPEST_MESSAGE, LARGEST, Plain, content_digest
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -172,9 +172,10 @@ def _number(value: float | None, missing: float) -> float:
 
 def episode_json(trajectory: Trajectory) -> str:
     """Return an episode as JSON, without its instance of the environment."""
-    plain = Plain(items=1 << 62)
+    plain = Plain(1 << 62, DEEPEST_MESSAGE)
     fields = vars(trajectory) | {"environment": None, "read_again": None, "pictures": None}
-    fields["turns"] = [vars(turn) for turn in trajectory.turns]
+    fields["reset_info"] = Plain(LARGEST)(trajectory.reset_info)  # which may be larger than any memory
+    fields["turns"] = [vars(turn) | {"info": Plain(LARGEST)(turn.info)} for turn in trajectory.turns]
     if trajectory.kept is not None:
         fields["kept"] = [b64encode(kept).decode() for kept in trajectory.kept]
     return json.dumps({name: value if name in _NUMBERS else plain(value) for name, value in fields.items()})

@@ -139,6 +139,12 @@ def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Ma
         values |= {f"eval_dataset[{name!r}]": part for name, part in values.pop("eval_dataset").items()}
     for name, value in values.items():
         _check_kind(name, value)
+    for place, callback in enumerate(given["callbacks"] or ()):
+        if not callable(getattr(callback, "on_init_end", None)):
+            raise TypeError(
+                f"callbacks[{place}] must be a TrainerCallback, got {_kind(callback)}. Derive its class from "
+                "transformers.TrainerCallback."
+            )
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if isinstance(inner, PreTrainedModel) and not inner.can_generate():
         raise TypeError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from agile_trainers.envs.checker import describe_error
 from agile_trainers.envs.scripted_policies import known_policies, play
 from agile_trainers.evaluation.scripted_policies import answer_ids
 from agile_trainers.imports import NotThereError, load_named
-from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.plain import from_json
 from agile_trainers.records.reader import read_records
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.spec import Demonstration, EpisodeSpec, GivenAnswer
@@ -122,8 +122,13 @@ class Demonstrations:
 
     @staticmethod
     def _drop(environment: Any) -> None:
-        with suppress(Exception):
+        try:
             getattr(environment, "close", lambda: None)()
+        except Exception as error:
+            logger.warning_once(
+                f"{type(environment).__name__}: close() of the instance that demonstrations were played in raised "
+                f"{describe_error(error)}. What it holds, such as processes or files, may be left."
+            )
 
     def placed(self, specs: Sequence[EpisodeSpec], places: Sequence[int]) -> list[EpisodeSpec]:
         """Let the expert take its places.
@@ -258,4 +263,4 @@ def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start,
 
 def _start(row: Mapping[str, Any]) -> Start:
     options = row.get("row")
-    return row.get("environment"), row["seed"], "" if options is None else to_json(options)
+    return row.get("environment"), row["seed"], "" if options is None else json.dumps(options)

@@ -721,6 +721,23 @@ def test_every_template_of_a_folder_is_tried(adapter: Path, name: str) -> None:
             find_adapters(str(adapter))
 
 
+def test_every_template_of_a_repository_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, repository = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub" / "models--someone--model"
+    folder = repository / "snapshots" / commit
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for constants in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write(folder / "tokenizer_config.json", {})
+    write(folder / "additional_chat_templates/rag.jinja", "{{ messages }}")
+    check_model_folder("someone/model")
+    check_model_folder("someone/else")
+    write(folder / "additional_chat_templates/tools.jinja", "{{ 'x' * 10 ** 10 }}")
+    with pytest.raises(ValueError, match=r"chat template of .*/tools.jinja is not used"):
+        check_model_folder("someone/model")
+
+
 def test_templates_are_tried_where_they_are_used_and_once(
     embedded_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

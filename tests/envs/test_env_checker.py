@@ -16,6 +16,7 @@ import torch
 
 from agile_environments.probes import PROBES
 from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
+from agile_trainers.envs.checker import validate_context
 from agile_trainers.envs.scripted_policies import play
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import probe_environment
@@ -96,6 +97,58 @@ def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
     with pytest.raises(EnvironmentProtocolError) as error:
         validate_step(result)
     assert all(word in str(error.value) for word in ["step()", *words]), error.value
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "look", "arguments": arguments}
+    return [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, *MESSAGES]
+
+
+def chain(levels: int) -> Any:
+    nested: Any = 1
+    for _ in range(levels):
+        nested = {"in": nested}
+    return nested
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"at": [*range(30_000)]},
+        chain(100),
+        {"k" * 20_000: 1},
+        {"large": 10**4000},
+        {"none": None, "flag": True, "x": 0.5},
+    ],
+    ids=["many", "deep", "long key", "large number", "others"],
+)
+def test_a_message_is_copied_whole(arguments: Any) -> None:
+    messages = calling(arguments)
+    found = validate_context(messages, "context()")
+    assert found == messages and found[0]["tool_calls"] is not messages[0]["tool_calls"]
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([0] * 1_000_000, "more than 1,000,000 items"),
+        (chain(120), "more than 120 levels"),
+        (LOOP, "hold themselves"),
+        ({"large": 10**5000}, "cannot be written: Exceeds the limit"),
+        ({"object": type("Long", (), {"__str__": lambda _: "x" * 10_001})()}, "10,000 characters"),
+        ({1: "a", "1": "b"}, "two keys of an object with one text"),
+    ],
+)
+def test_a_message_that_would_be_shortened_is_refused(arguments: Any, words: str) -> None:
+    """A chat template writes it into the prompt, which would differ from what was sent."""
+    with pytest.raises(
+        EnvironmentProtocolError, match=rf"context\(\) returned message 0 .*'tool_calls'.*{words}.*send less"
+    ):
+        validate_context(calling(arguments), "context()")
 
 
 def test_the_last_message_of_an_episode_may_have_any_role() -> None:

@@ -209,7 +209,7 @@ def test_there_is_no_random_policy_for_other_environments() -> None:
     assert GemEnvironment("rg:basic_arithmetic").scripted_policies() == {}
 
 
-def test_a_data_set_that_draws_from_sets_is_warned_of(
+def test_a_data_set_that_draws_from_sets_is_warned_of_or_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
@@ -222,6 +222,10 @@ def test_a_data_set_that_draws_from_sets_is_warned_of(
     assert not caplog.records
     make_environment_factory("gem:rg:ransom_note")
     assert "PYTHONHASHSEED=0, or play reasoning_gym:ransom_note" in caplog.text
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the members of a group would be asked other things
+    make_environment_factory("gem:rg:chain_sum")
+    with pytest.raises(ValueError, match="PYTHONHASHSEED=0, or play reasoning_gym:ransom_note"):
+        make_environment_factory("gem:rg:ransom_note")
 
 
 def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:

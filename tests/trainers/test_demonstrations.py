@@ -17,6 +17,7 @@ from split_passes import check_equal, check_layouts, drawn
 
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT, SFT, TREATMENTS, WEIGHTED
+from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.rollout.metrics import demonstration_metrics
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.rollout.spec import Demonstration
@@ -442,6 +443,31 @@ def test_without_reports_of_success_the_best_of_each_environment_counts(monkeypa
         ("small", 0),
         ("large", 2),
     ]
+
+
+def test_an_instance_that_cannot_be_closed_is_named(monkeypatch) -> None:
+    class Stuck:
+        def close(self) -> None:
+            raise OSError("its server is gone")
+
+    said: list[str] = []
+    monkeypatch.setattr(demonstrations.logger, "warning_once", said.append)
+    demonstrations.Demonstrations._drop(Stuck())
+    demonstrations.Demonstrations._drop(object())
+    (warning,) = said
+    assert "Stuck: close()" in warning and "OSError: its server is gone" in warning
+
+
+def test_a_large_row_reaches_reset_as_it_was(tmp_path) -> None:
+    """What is shortened where it is only shown is whole where it is played again."""
+    row = {"maze": [[place] * 20 for place in range(1000)]}
+    line = {"messages": [{"role": "assistant", "content": "a"}], "rewards": [1.0], "seed": 3, "row": row}
+    (tmp_path / "one.jsonl").write_text(json.dumps(line))
+    played = Trajectory([1], [2], [-0.5], [Turn(0, 1, "a", "stop", 1.0)], StopReason.TERMINATED, options=row)
+    write_episodes(tmp_path / "eval-000000-eval-rank0.parquet", [episode_row(played)])
+    logged = demonstrations._logged(tmp_path / "eval-000000-eval-rank0.parquet", lambda text: [1])
+    for ((start, _),) in (demonstrations._told(tmp_path / "one.jsonl", lambda text: [1]), logged):
+        assert json.loads(start[2]) == row
 
 
 def test_who_succeeds_alone_by_hand() -> None:

@@ -90,6 +90,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], list[str]]] =
     "reward that is a number": (lambda model, folder: {"reward_funcs": 1.0}, ["reward_funcs", "float", "completions"]),
     "reward by a wrong name": (lambda model, folder: {"reward_funcs": "acuracy_reward"}, ["'acuracy_reward'", "did you mean accuracy_reward?"]),
     "one callback": (lambda model, folder: {"callbacks": TrainerCallback()}, ["callbacks", "[it]"]),
+    "text as callback": (lambda model, folder: {"callbacks": [TrainerCallback, "wandb"]}, ["callbacks[1]", "'wandb'", "transformers.TrainerCallback"]),
     "text as quantization": (lambda model, folder: {"quantization_config": "4bit"}, ["'4bit'", "BitsAndBytesConfig(load_in_4bit=True)"]),
     "module of LoRA misspelt": (lambda model, folder: {"peft_config": LoraConfig(target_modules=["q_prj"])}, ["q_prj", "'all-linear'"]),
     "reset without seed": (lambda model, folder: {"environment": NoSeed}, ["NoSeed.reset(options=None)", "reset(self, seed=None, options=None)"]),

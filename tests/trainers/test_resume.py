@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from agile_trainers import MultiTurnPPOTrainer
 from agile_trainers.adapters.folders import RECORD, CheckpointError
 from agile_trainers.checkpoints.disclosure import disclose
 from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
-from agile_trainers.checkpoints.resuming import LOCK, OutputDirInUseError, compare_options, locked
+from agile_trainers.checkpoints.resuming import LOCK, OutputDirInUseError, compare_options, locked, recorded_options
 from agile_trainers.envs.registry import describe_environment, make_environment_factory
 from agile_trainers.records.reader import open_records
 
@@ -80,6 +81,14 @@ def test_options_that_changed_are_told_apart():
     assert changes.idle == [] and deepspeed.idle == ["learning_rate: 0.001 -> 0.0001"]
     assert changes.active == ["gamma: 1.0 -> 0.9", "learning_rate: 0.001 -> 0.0001"]
     assert deepspeed.active == ["gamma: 1.0 -> 0.9"]
+
+
+def test_a_set_is_recorded_alike_in_each_process():
+    """Its order follows the hash seed, and a resumed run would read that an option has changed."""
+    names = [f"layer_{number}" for number in range(40)]
+    kind = make_dataclass("Arguments", ["modules", "inside", "path"])
+    found = recorded_options(kind({*names}, {"modules": frozenset(names)}, Path("a")))
+    assert found == {"modules": sorted(names), "inside": {"modules": sorted(names)}, "path": "a"}
 
 
 def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):

@@ -199,6 +199,24 @@ def test_a_played_episode_is_kept_to_the_bit(embedded_model, tmp_path, changes) 
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 
+def test_what_an_environment_says_of_itself_may_be_larger_than_it_looks() -> None:
+    """Its info is shortened; the messages are kept as deep as prompts may be."""
+    items: list[Any] = ["ha"]
+    for _ in range(25):
+        items = [items] * 10
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    one = episode("a", True)
+    one.reset_info, one.turns[0].info, one.prompt = (
+        {"items": items},
+        {"success": True, "items": items},
+        [{"more": deep}],
+    )
+    kept = kept_episode(episode_json(one))
+    assert kept.prompt == one.prompt and kept.success and kept.turns[0].info["success"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"task_column": "number"}], ids=str)
 def test_it_is_trained_on_with_its_own_probabilities_and_logged_apart(embedded_model, tmp_path, changes) -> None:
     """Success and returns are of the episodes that were played, the replaced one among them."""

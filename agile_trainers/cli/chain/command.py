@@ -8,8 +8,6 @@ after each stage. docs/chaining.md describes the file.
 from __future__ import annotations
 
 import argparse
-import ast
-import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -167,13 +165,12 @@ def _shown(stage: Stage) -> str:
     return stage.algorithm if stage.population is None else f"evolve {stage.algorithm}"
 
 
-def made_of(pipeline: Pipeline, stage: Stage, *, written: bool = False) -> dict[str, Any]:
+def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     """Return the options that a stage's result depends on, as JSON values as they are, without the earlier stages.
 
     Args:
         pipeline: The chain.
         stage: The stage.
-        written: Return numbers that YAML takes for text, such as ``1e-3``, as they are written.
     """
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
     if stage.dataset is not None and Path(stage.dataset).is_file():
@@ -182,9 +179,7 @@ def made_of(pipeline: Pipeline, stage: Stage, *, written: bool = False) -> dict[
         own |= _stage_lora({**lora_settings(stage.lora), _INITIALIZATION: stage.lora.init_lora_weights})
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
     options = {name: value for name, value in stage.options.items() if name not in _NO_EFFECT}
-    if not written:
-        options = _number(options, _parsed(stage))
-    made = _flat({**shared, **own, **options})
+    made = _flat({**shared, **own, **_number(options, _parsed(stage))})
     made.pop(_HOURS, None)  # may be raised
     return made
 
@@ -225,20 +220,6 @@ def _stage_lora(settings: Mapping[str, Any]) -> dict[str, Any]:
         f"{_LORA}.{name}": value for name, value in settings.items()
         if name == "r" or (name not in idle and (value or None) != default.get(name))
     }  # fmt: skip
-
-
-def _recorded(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a ``stage.json`` as :func:`made_of` has them; earlier ones hold texts of all LoRA settings."""
-    then, lora = {name: value for name, value in made.items() if name not in (_HOURS, _LORA)}, made.get(_LORA)
-    return then | _stage_lora({name: _literal(text) for name, text in lora.items()}) if isinstance(lora, dict) else then
-
-
-def _literal(text: str) -> Any:
-    """Return the JSON value whose text ``str`` made, with sets as sorted lists; other texts as they are."""
-    try:
-        return json.loads(json.dumps(ast.literal_eval(text), default=sorted))
-    except (SyntaxError, TypeError, ValueError):
-        return text
 
 
 def shown_source(source: dict[str, Any], public: Sequence[str] = ()) -> dict[str, Any]:
@@ -288,12 +269,10 @@ def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
             states.append(None)
             continue
         state = read_form(folder / STATE, _STATE_FORM)
-        then, now = _recorded(state["made_of"]), made_of(pipeline, stage)
-        if _CONTENT not in then or _CONTENT not in now:  # recorded by an earlier version, or its file is gone
-            then.pop(_CONTENT, None), now.pop(_CONTENT, None)
+        then, now = dict(state["made_of"]), made_of(pipeline, stage)
+        if _CONTENT not in now:  # the file is gone
+            then.pop(_CONTENT, None)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
-        as_written, _ = differences(then, made_of(pipeline, stage, written=True), {})  # as earlier versions recorded it
-        changed = {name: clause for name, clause in changed.items() if name in as_written}
         warn_of_unknown(folder / STATE, unknown)
         if changed and not state["finished"] and _trained_nothing(stage, folder):
             states.append(None)  # it failed before its first checkpoint, and begins again with what was corrected

@@ -43,7 +43,7 @@ from agile_trainers.evaluation import (
     evaluate_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
-from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.evaluation.modules import REFERENCE, check_reference, compute_metrics, load_metrics
 from agile_trainers.evaluation.panels import EpisodePanel, check_panel, check_starts, read_panel, sealed, sources
 from agile_trainers.evaluation.policy import check_evaluation, is_quantized, load_model, load_shapes, recorded_settings
 from agile_trainers.evaluation.results import reported_together
@@ -463,11 +463,17 @@ def _play_all(
         for n, name in enumerate(models)
     ]
     played: dict[str, list[Played]] = {}
+    modules = load_metrics(options.metric, trust_remote_code=options.trust_remote_code) if options.metric else []
 
     def play(place: int, policy: Any, tokenizer: Any) -> None:
         for number, task in enumerate(tasks):
             name = names[place]
-            with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as ended:
+            with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as shown:
+
+                def ended(trajectory: Trajectory) -> None:
+                    shown(trajectory)
+                    check_reference(modules, trajectory, options.reference)
+
                 results = evaluate_policy(
                     policy, tokenizer, task.factory, task.episodes, rows=task.rows, seed=options.seed,
                     attempts=options.attempts, sampling_seed=place, options=task.options, sampling=sampling,

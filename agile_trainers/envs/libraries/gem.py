@@ -58,7 +58,7 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     """Make a factory of a game, and reject arguments that the game does not read.
 
     Raises:
-        ValueError: If an argument is unknown.
+        ValueError: If an argument is unknown, or processes that are launched together would play other questions.
     """
     # GEM itself ignores unknown ones.
     parameters = inspect.signature(pkgutil.resolve_name(_registry()[game].entry_point)).parameters.values()
@@ -66,11 +66,14 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     check_arguments(f"gem:{game}", kwargs, [*known, "wrappers"])
     random_order = sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") == "random"
     if random_order and game.removeprefix("rg:") in HASHED:
-        logger.warning(
+        told = (
             f"gem:{game} has other questions or answers in each process for the same seed, since it draws from Python's "
             "sets. Start Python with the environment variable PYTHONHASHSEED=0, or play "
             f"{game.replace('rg:', 'reasoning_gym:')}."
         )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # which may play a group together
+            raise ValueError(told)
+        logger.warning(told)
     return functools.partial(GemEnvironment, game, **kwargs)
 
 

@@ -143,6 +143,8 @@ logger = logging.get_logger(__name__)
 
 _LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
 _SHOWN = 40
+_LONGEST_NAME = 1000
+"""Characters of names and ids in messages, which templates may leave out of the prompt, and records hold."""
 """Characters around a difference that a record shows."""
 
 
@@ -511,8 +513,10 @@ class AgentEpisode:
         self._check(request)
         if len(request.messages) > self.limits.max_model_length:  # each has a token of its own
             raise self._too_long(len(request.messages))
-        messages = self._messages(request)
         self._check_size(request)
+        messages = self._messages(request)
+        if request.previous is not None:  # with the conversation before
+            self._check_size(request)
         asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
         try:
             pictures = self.chat.pictures(messages)
@@ -574,8 +578,17 @@ class AgentEpisode:
 
     def _check_size(self, request: ChatRequest) -> None:
         """Refuse a request that is too long whatever its tokens are: megabytes take minutes, and all episodes would wait."""
+        messages = [one for one in request.messages if isinstance(one, dict) and "content" in one]  # others are refused
+        for message in messages:
+            calls = message.get("tool_calls") or ()
+            names = [message.get("name"), message.get("tool_call_id"), *(call.get("id") for call in calls)]
+            if name := next((one for one in names if one is not None and len(one) > _LONGEST_NAME), None):
+                raise Refusal(
+                    f"A name or the id of a tool call has {len(name):,} characters ({name[:40]!r}...); expected at most "
+                    f"{_LONGEST_NAME:,}."
+                )
         longest = self.chat.longest_token
-        for characters in accumulate(_least_characters(request, longest)):
+        for characters in accumulate(_least_characters(messages, request.tools, longest)):
             if characters > self.limits.max_model_length * longest:
                 raise self._too_long(-(-characters // longest))
 
@@ -782,14 +795,14 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _least_characters(request: ChatRequest, longest: int) -> Iterator[int]:
+def _least_characters(messages: list[Message], tools: Any, longest: int) -> Iterator[int]:
     """Yield the least that each text of a request takes in its prompt, in characters; ``longest`` are those of a token."""
-    for message in request.messages:
+    for message in messages:
         for part in parts_of(message):  # each has a token of its own
             yield (len(part.get("text", "")) // longest + 1) * longest
         for call in message.get("tool_calls") or ():
             yield from _json_characters(call.get("function"))
-    yield from _json_characters(request.tools)
+    yield from _json_characters(tools)
 
 
 def _json_characters(value: Any) -> Iterator[int]:

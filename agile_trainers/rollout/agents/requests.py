@@ -16,6 +16,9 @@ POLICY = "policy"
 FROZEN = "policy-frozen"
 """Name of the same weights for answers that are not trained, such as a judge's."""
 
+_LONGEST_SETTING = 1000
+"""Characters that are kept of a setting."""
+
 
 class Refusal(Exception):
     """A request that is not answered. No client should send it again as it is.
@@ -63,17 +66,30 @@ class ChatRequest:
     calls_tools: bool = True
     """False with ``tool_choice="none"``: calls in the answer stay text."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Settings that the run decides or that have no effect, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``,
-    penalties, ``logit_bias``, reasoning effort, ``parallel_tool_calls``."""
+    """Settings that the run decides or that have no effect: ``temperature``, ``top_p``, ``top_k``, ``seed``, penalties,
+    ``logit_bias``, reasoning effort, ``parallel_tool_calls``. As sent, but for a value whose JSON has more than 1,000
+    characters: it is the beginning of that, as a text."""
     constraints: dict[str, Any] = field(default_factory=dict)
-    """Settings that ask for another distribution, as sent: ``tool_choice`` other than auto and none, ``response_format``
-    other than text, and their like in other dialects."""
+    """Settings that ask for another distribution, like ``sampling``: ``tool_choice`` other than auto and none,
+    ``response_format`` other than text, and their like in other dialects."""
     previous: str | None = None
     """Id of the answer that the messages follow, without the conversation before it (``previous_response_id``)."""
     instructed: bool = False
     """True if the first message is ``instructions`` for this answer alone; an answer that follows it does not get them."""
     body: bytes = b""
     """The body as received, to know a repeated request by; the server sets it."""
+
+    def __post_init__(self) -> None:
+        # Both are kept with the episode, and the first are recorded with each call.
+        self.sampling, self.constraints = _shortened(self.sampling), _shortened(self.constraints)
+
+
+def _shortened(settings: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: json.dumps(value, default=str) for name, value in settings.items()}
+    return {
+        name: value if len(texts[name]) <= _LONGEST_SETTING else f"{texts[name][:_LONGEST_SETTING]}..."
+        for name, value in settings.items()
+    }
 
 
 def check_request(request: ChatRequest, agent: Agent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from copy import copy
 
 import pytest
@@ -378,10 +379,25 @@ def _calling(arguments):
 def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch, messages, tools):
     """All episodes wait for the thread that checks, renders and encodes."""
     monkeypatch.setattr(episode, "_key", lambda message: pytest.fail("it is compared"))
-    validate = episode.validate_context
-    monkeypatch.setattr(episode, "validate_context", lambda one, name: len(one) < 4 and validate(one, name))
+    monkeypatch.setattr(episode, "validate_context", lambda one, name: pytest.fail("it is copied"))
     monkeypatch.setattr(chat._escaper, "encode", lambda text: pytest.fail("it is encoded"))
     assert refusal(make_client().send(messages, tools=tools)).code == "context_length_exceeded"
+
+
+def test_settings_of_megabytes_are_neither_kept_nor_recorded(make_client):
+    """They are of no effect, and would be in each call's record."""
+    client = make_client()
+    bias = {str(token): -100 for token in range(300_000)}
+    client.ask(HELLO, sampling={"temperature": 0.5, "logit_bias": bias}, constraints={})
+    asked = end(client).turns[0].info["call"]["asked"]
+    assert asked["temperature"] == 0.5 and asked["logit_bias"] == json.dumps(bias)[:1000] + "..."
+
+
+@pytest.mark.parametrize("place", ["id", "tool_call_id", "name"])
+def test_names_of_megabytes_are_refused(make_client, place):
+    messages = _calling({})
+    {"id": messages[1]["tool_calls"][0]}.get(place, messages[2])[place] = "a" * 10**6
+    assert "has 1,000,000 characters ('aaa" in refusal(make_client().send(messages, tools=[tool("look")])).message
 
 
 def test_max_tokens_only_lowers_the_limit(make_client):
