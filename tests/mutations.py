@@ -4737,8 +4737,8 @@ MUTATIONS = [
     Mutation(
         "an image of several frames is taken",
         "envs/images.py",
-        '    if getattr(image, "is_animated", False):',
-        "    if False:",
+        'if getattr(image, "is_animated", False) and',
+        "if False and",
         IMAGES,
     ),
     Mutation(
