@@ -2383,6 +2383,10 @@ MUTATIONS = [
         "tests/envs/test_env_checker.py",
     ),
     Mutation(
+        "half a surrogate pair of a tool call reaches the tokenizer", "records/plain.py",
+        "json.loads(plain_text(json.dumps(", "json.loads(str(json.dumps(", "tests/envs/test_env_checker.py -k surrogate",
+    ),
+    Mutation(
         "arrays are told apart by their texts", "records/plain.py",
         'if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):', "if False:",
         "tests/evaluation/test_comparison.py -k different_rows",

@@ -26,12 +26,12 @@ from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
     describe_error,
     describe_failure,
-    plain_text,
     validate_context,
     validate_result,
 )
 from agile_trainers.envs.tools.toolbox import ToolCall, parse_tool_calls
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.records.plain import plain_text
 from agile_trainers.rollout.agents.dialects.base import parse as strict_json
 from agile_trainers.rollout.agents.requests import (
     FROZEN,
