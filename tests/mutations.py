@@ -2384,7 +2384,7 @@ MUTATIONS = [
     ),
     Mutation(
         "half a surrogate pair of a tool call reaches the tokenizer", "records/plain.py",
-        "json.loads(plain_text(json.dumps(", "json.loads(str(json.dumps(", "tests/envs/test_env_checker.py -k surrogate",
+        "plain_text(json.dumps(Plain(LARGEST", "str(json.dumps(Plain(LARGEST", "tests/envs/test_env_checker.py -k surrogate",
     ),
     Mutation(
         "arrays are told apart by their texts", "records/plain.py",

@@ -250,7 +250,7 @@ def to_json(value: Any, *, shown: bool = True) -> str:
         value: The object.
         shown: True to shorten what is large, for readers; False for what is read in order to play it again.
     """
-    plain = Plain() if shown else Plain(LARGEST, _NESTED)
+    plain = Plain() if shown else Plain(LARGEST, _NESTED - 1)  # with what the last one holds
     return encodable(json.dumps(plain(value), ensure_ascii=False))
 
 
