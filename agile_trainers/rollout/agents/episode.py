@@ -143,9 +143,9 @@ logger = logging.get_logger(__name__)
 
 _LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
 _SHOWN = 40
+"""Characters around a difference that a record shows."""
 _LONGEST_NAME = 1000
 """Characters of names and ids in messages, which templates may leave out of the prompt, and records hold."""
-"""Characters around a difference that a record shows."""
 
 
 @dataclass(eq=False)
