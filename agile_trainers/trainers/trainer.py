@@ -106,6 +106,7 @@ class MultiTurnTrainer(_Trainer):
     beta: float
     vllm_importance_sampling_correction: Any
     _buffered_inputs: Any
+    _last_world_entropy: float
 
     # What a subclass says of its algorithm.
     config_class: ClassVar[type[MultiTurnConfig]] = MultiTurnConfig
