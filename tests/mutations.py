@@ -1476,6 +1476,10 @@ MUTATIONS = [
         "tests/trainers/test_accumulation.py -k enters_no_metric",
     ),
     Mutation(
+        "an update without a trained token has an entropy below the target", "trainers/trainer.py",
+        "if adapted and not part.tokens and", "if False and", "tests/trainers/test_accumulation.py -k entropy_coefficient",
+    ),
+    Mutation(
         "a pass that ran out of memory counts twice", "step/token_batches.py",
         "parameter.grad = gradient", "pass", "tests/trainers/test_passes.py -k does_not_fit_is_made",
     ),
@@ -2381,6 +2385,10 @@ MUTATIONS = [
         "        if self._whole and self._left <= 0:\n",
         "        if self._whole and self._left < -1:\n",
         "tests/envs/test_env_checker.py",
+    ),
+    Mutation(
+        "half a surrogate pair of a tool call reaches the tokenizer", "records/plain.py",
+        "plain_text(json.dumps(Plain(LARGEST", "str(json.dumps(Plain(LARGEST", "tests/envs/test_env_checker.py -k surrogate",
     ),
     Mutation(
         "arrays are told apart by their texts", "records/plain.py",

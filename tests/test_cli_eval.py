@@ -314,6 +314,21 @@ def test_a_metric_that_fails_does_not_lose_the_episodes(
     assert not list((tmp_path / "out").glob("eval-*/results.json")), "the first episode ends it"
     assert main(["eval", str(model), *map(str, arguments), "--reference", "secret"]) == 0
     assert "answer_match" in capsys.readouterr().out and "success_rate" in (model / "README.md").read_text()
+    rows = [{"question": "2+2?", "answer": answer} for answer in ("4", "4", None, None)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        "--environment",
+        f"{__name__}:Sums",
+        "--max_new_tokens",
+        2,
+        "--generation_chunk_size",
+        1,
+        *arguments[-4:],
+    ]
+    assert main(["eval", str(model), *map(str, arguments), "--dataset_name", str(tmp_path / "rows.jsonl")]) == 2
+    printed = capsys.readouterr()
+    assert "needs references, but 2 episodes have none" in " ".join(printed.err.split()) and "return" in printed.out
+    assert len(list((tmp_path / "out").glob("eval-*/results.json"))) == 2, "a later episode loses none before it"
 
 
 class Broken(Sums):

@@ -33,7 +33,7 @@ from agile_trainers.envs.base import (
 )
 from agile_trainers.envs.images import ImageError, as_content, read_part
 from agile_trainers.imports import pass_on_interrupt
-from agile_trainers.records.plain import TooLargeError, whole_copy
+from agile_trainers.records.plain import TooLargeError, plain_text, whole_copy
 from agile_trainers.types import Message, text_of
 
 LONG_OBSERVATION = 100_000
@@ -314,12 +314,6 @@ def _as_stored(kind: type) -> type | None:
         return base
     own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("__iter__", "items"))
     return base if own and kind.__module__ != "collections" else None
-
-
-def plain_text(text: str) -> str:
-    """Convert a text so that every encoding can represent it: surrogate pairs are joined, lone ones become U+FFFD."""
-    text = str.__str__(text)  # for subclasses of str too
-    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def describe_error(error: BaseException) -> str:

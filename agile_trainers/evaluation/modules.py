@@ -120,7 +120,7 @@ def metric_columns(results: EpisodeResults, reference: str = REFERENCE) -> dict[
 
 def _answer(trajectory: Trajectory, reference: str) -> tuple[str, Any]:
     infos = [trajectory.options or {}, trajectory.reset_info, *(turn.info for turn in trajectory.turns[-1:])]
-    right = next((info[reference] for info in infos if reference in info), None)
+    right = next((info[reference] for info in infos if info.get(reference) is not None), None)
     return final_answer(trajectory.turns[trajectory.last].text) if trajectory.turns else "", right
 
 
@@ -133,12 +133,11 @@ def check_reference(modules: Sequence[Any], trajectory: Trajectory, reference: s
         reference: Name of the right answer.
 
     Raises:
-        ValueError: If a module needs references, and the episode, whose environment did not fail, has none.
+        ValueError: If a module needs references, and the episode has none.
     """
-    if not trajectory.stop_reason.failed:
-        for module in modules:
-            if "references" in module._feature_names():
-                _check_column("references", {"references": [_answer(trajectory, reference)[1]]}, module.name, reference)
+    for module in modules:
+        if "references" in module._feature_names():
+            _check_column("references", {"references": [_answer(trajectory, reference)[1]]}, module.name, reference)
 
 
 def _check_column(name: str, columns: dict[str, list[Any]], metric: str, reference: str) -> None:

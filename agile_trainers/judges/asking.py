@@ -97,6 +97,8 @@ _LONGEST_WAIT = 60.0
 _TOO_OFTEN = 429
 _AGAIN = (408, 409, 425, _TOO_OFTEN)
 """Statuses of requests that may succeed later, beside those of the server's own errors."""
+_MOST_TOKENS = 10**9
+"""Tokens of a question or an answer; a server that counts more counts wrong."""
 _LONGEST_ERROR = 300
 UNFIT = "The answer does not fit its schema: "
 """Beginning of the reason of an answer that cannot be read."""
@@ -229,6 +231,8 @@ class JudgeEndpoint:
             answered = json.loads(text)
             usage = answered.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+            if not 0 <= min(tokens) <= max(tokens) <= _MOST_TOKENS:  # no float holds an integer of 400 digits
+                raise ValueError(tokens)
             choice = answered["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         # RecursionError: of brackets without end. OverflowError: of a count of 1e999.

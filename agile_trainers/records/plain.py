@@ -105,13 +105,15 @@ class Plain:
 
 
 def whole_copy(value: Any) -> Any:
-    """Copy data as JSON holds it; values that JSON does not know (NaN too) become their ``str``.
+    """Copy data as JSON holds it, with texts as :func:`plain_text`; what JSON does not know (NaN too) becomes its ``str``.
 
     Raises:
         TooLargeError: If it has more than :data:`LARGEST` items or :data:`DEEPEST_MESSAGE` nesting levels, or holds itself.
     """
     try:
-        return json.loads(json.dumps(Plain(LARGEST, DEEPEST_MESSAGE, whole=True)(value)))
+        return json.loads(
+            plain_text(json.dumps(Plain(LARGEST, DEEPEST_MESSAGE, whole=True)(value), ensure_ascii=False))
+        )
     except TooLargeError:
         raise
     except ValueError as error:  # thousands of digits, which Python neither writes nor reads
@@ -248,7 +250,7 @@ def to_json(value: Any, *, shown: bool = True) -> str:
         value: The object.
         shown: True to shorten what is large, for readers; False for what is read in order to play it again.
     """
-    plain = Plain() if shown else Plain(LARGEST, _NESTED)
+    plain = Plain() if shown else Plain(LARGEST, _NESTED - 1)  # with what the last one holds
     return encodable(json.dumps(plain(value), ensure_ascii=False))
 
 
@@ -301,6 +303,12 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {double[:80]!a} occurs twice")
     return found
+
+
+def plain_text(text: str) -> str:
+    """Convert a text so that every encoding can represent it: surrogate pairs are joined, lone ones become U+FFFD."""
+    text = str.__str__(text)  # for subclasses of str too
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def encodable(text: str) -> str:

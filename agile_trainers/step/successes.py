@@ -172,7 +172,7 @@ def _number(value: float | None, missing: float) -> float:
 
 def episode_json(trajectory: Trajectory) -> str:
     """Return an episode as JSON, without its instance of the environment."""
-    plain = Plain(1 << 62, DEEPEST_MESSAGE)
+    plain = Plain(1 << 62, DEEPEST_MESSAGE + 3)  # a message is in the list of an observation, of a turn, of all turns
     fields = vars(trajectory) | {"environment": None, "read_again": None, "pictures": None}
     fields["reset_info"] = Plain(LARGEST)(trajectory.reset_info)  # which may be larger than any memory
     fields["turns"] = [vars(turn) | {"info": Plain(LARGEST)(turn.info)} for turn in trajectory.turns]

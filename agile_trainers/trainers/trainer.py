@@ -106,6 +106,7 @@ class MultiTurnTrainer(_Trainer):
     beta: float
     vllm_importance_sampling_correction: Any
     _buffered_inputs: Any
+    _last_world_entropy: float
 
     # What a subclass says of its algorithm.
     config_class: ClassVar[type[MultiTurnConfig]] = MultiTurnConfig
@@ -555,7 +556,7 @@ class MultiTurnTrainer(_Trainer):
     @contextmanager
     def _handing_over(self, part: TokenBatch) -> Iterator[LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
-        beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
+        beta, use_vllm, entropy_coef, entropy = self.beta, self.use_vllm, self.entropy_coef, self._last_world_entropy
         corrects = self.vllm_importance_sampling_correction
         logged = len(self._metrics["train"].get("entropy_coef", ()))
         if part.share and part.entropy_share != part.share:
@@ -572,7 +573,11 @@ class MultiTurnTrainer(_Trainer):
         finally:
             self._loss_pass, self.beta, self.use_vllm = None, beta, use_vllm
             self.vllm_importance_sampling_correction = corrects
-            if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
+            adapted = self.use_adaptive_entropy
+            if adapted and not part.tokens and self._last_world_entropy == 0.0:
+                # TRL's controller took the mean over no token for an entropy below every target.
+                adapted, self._last_world_entropy = False, entropy
+            if self.entropy_coef != entropy_coef and not adapted:
                 self.entropy_coef = entropy_coef
                 # TRL's loss has logged the coefficient as it was scaled for this pass.
                 coefficients = self._metrics["train"].get("entropy_coef", [])

@@ -128,6 +128,12 @@ def test_a_message_is_copied_whole(arguments: Any) -> None:
     assert found == messages and found[0]["tool_calls"] is not messages[0]["tool_calls"]
 
 
+def test_no_half_of_a_surrogate_pair_is_in_a_message() -> None:
+    """A model can write one into the arguments of a call; no tokenizer encodes it, which ended the run."""
+    (call,) = validate_context(calling({"a\ud800": ["\udfff", "\ud83d\ude00é"]}), "context()")[0]["tool_calls"]
+    assert call["function"]["arguments"] == {"a\ufffd": ["\ufffd", "\U0001f600é"]}
+
+
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 

@@ -100,6 +100,8 @@ def test_metrics_over_episodes_by_name_and_by_path(lengths: Path) -> None:
     columns = metric_columns(PLAYED)
     assert columns["predictions"] == ["12", "7", "$x$"] and columns["references"] == ["12.0", "8", "x"]
     assert columns["successes"] == [True, False, True] and len(set(columns["units"])) == 3
+    of_others = results(episode(5, "a", True, secret=None))  # a column that rows of another environment fill
+    assert metric_columns(of_others, "secret")["references"] == [5]
     for path in (lengths, lengths / "lengths.py"):
         values = compute_metrics(["answer_match", str(path), "success"], PLAYED)
         assert values["answer_match"] == values["success"] == 2 / 3 and values["characters"] == 2.0

@@ -75,6 +75,19 @@ EXPECTED: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_a_row_of_any_depth_can_be_read_again(tmp_path: Path) -> None:
+    """What is written has no more levels than what is read."""
+    nested: Any = [1]
+    for _ in range(150):
+        nested = {"in": nested}
+    write_episodes(tmp_path / "eval-000000-eval-rank0.parquet", [episode_row(small(options={"maze": nested}))])
+    (found,) = read_records(tmp_path / "eval-000000-eval-rank0.parquet")
+    levels, inside = 0, found["row"]["maze"]
+    while isinstance(inside, dict):
+        levels, inside = levels + 1, inside["in"]
+    assert levels == 98 and inside == "<dict: left out>"
+
+
 def test_an_episode_comes_back_with_every_column(tmp_path: Path) -> None:
     path = tmp_path / "train-000002-rank0.parquet"
     write_episodes(path, [trained_row(), episode_row(small(options=None))])

@@ -212,3 +212,26 @@ def test_a_micro_batch_without_a_trained_token_enters_no_metric(embedded_model, 
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.03) and ours["entropy"] > 5
     assert alone[1][named] > 0.5 * whole[1][named] > 0
     assert whole[0].keys() == alone[0].keys()
+
+
+def test_a_batch_without_a_trained_token_moves_no_entropy_coefficient(embedded_model, tmp_path, monkeypatch):
+    """TRL's controller would take the mean over no token for an entropy of 0, below every target."""
+    monkeypatch.setattr(Lost, "training", False)
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Lost, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        max_steps=3, use_adaptive_entropy=True, entropy_coef=0.05, entropy_target=1.0, entropy_coef_delta=0.01,
+        skip_zero_advantage=False,
+    )  # fmt: skip
+    make = trainer._generate_and_score_completions
+    monkeypatch.setattr(Lost, "step", lambda self, action: 1 / 0 if self.training else Chatter.step(self, action))
+
+    def second_fails(*args, **kwargs):
+        Lost.training = trainer.state.global_step == 1
+        return make(*args, **kwargs)
+
+    trainer._generate_and_score_completions = second_fails
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [round(entry["entropy_coef"], 6) for entry in logs] == [0.04, 0.04, 0.03]
+    assert [entry.get("entropy", 0.0) > 5 for entry in logs] == [True, False, True]
+    assert trainer._last_world_entropy > 5

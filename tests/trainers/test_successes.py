@@ -23,8 +23,10 @@ from recorded import recorded
 
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.checkpoints.integrity import mark_complete
+from agile_trainers.envs.checker import validate_context
 from agile_trainers.objectives.demonstrations import ADVANTAGE_SFT, SFT, TREATMENTS, WEIGHTED, demonstration_credit
 from agile_trainers.packing.packer import PackingState
+from agile_trainers.records.plain import DEEPEST_MESSAGE
 from agile_trainers.rollout.collate import collate
 from agile_trainers.step.credit import Credit
 from agile_trainers.step.log_probs import BatchLogProbs
@@ -205,16 +207,17 @@ def test_what_an_environment_says_of_itself_may_be_larger_than_it_looks() -> Non
     for _ in range(25):
         items = [items] * 10
     deep: Any = 1
-    for _ in range(100):
+    for _ in range(DEEPEST_MESSAGE - 1):
         deep = [deep]
-    one = episode("a", True)
-    one.reset_info, one.turns[0].info, one.prompt = (
-        {"items": items},
-        {"success": True, "items": items},
-        [{"more": deep}],
+    one, message = episode("a", True), {"more": deep}
+    one.reset_info, one.turns[0].info = {"items": items}, {"success": True, "items": items}
+    said = one.prompt = one.turns[0].observation = validate_context(
+        [{"role": "user", "content": "", **message}], "reset()"
     )
     kept = kept_episode(episode_json(one))
-    assert kept.prompt == one.prompt and kept.success and kept.turns[0].info["success"]
+    prompt, turn = kept.prompt, kept.turns[0]
+    # Nothing that pytest would show whole is in a comparison.
+    assert [prompt == said, turn.observation == said, kept.success, turn.info["success"]] == [True] * 4
 
 
 @pytest.mark.parametrize("changes", [{}, {"task_column": "number"}], ids=str)

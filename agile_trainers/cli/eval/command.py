@@ -469,10 +469,13 @@ def _play_all(
         for number, task in enumerate(tasks):
             name = names[place]
             with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as shown:
+                sound: list[Trajectory] = []
 
-                def ended(trajectory: Trajectory) -> None:
+                def ended(trajectory: Trajectory, shown: Any = shown, sound: list[Trajectory] = sound) -> None:
                     shown(trajectory)
-                    check_reference(modules, trajectory, options.reference)
+                    if not sound and not trajectory.stop_reason.failed:  # a later one must not lose those before
+                        check_reference(modules, trajectory, options.reference)
+                        sound.append(trajectory)
 
                 results = evaluate_policy(
                     policy, tokenizer, task.factory, task.episodes, rows=task.rows, seed=options.seed,

@@ -26,12 +26,12 @@ from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
     describe_error,
     describe_failure,
-    plain_text,
     validate_context,
     validate_result,
 )
 from agile_trainers.envs.tools.toolbox import ToolCall, parse_tool_calls
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.records.plain import plain_text
 from agile_trainers.rollout.agents.dialects.base import parse as strict_json
 from agile_trainers.rollout.agents.requests import (
     FROZEN,
@@ -143,9 +143,9 @@ logger = logging.get_logger(__name__)
 
 _LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
 _SHOWN = 40
+"""Characters around a difference that a record shows."""
 _LONGEST_NAME = 1000
 """Characters of names and ids in messages, which templates may leave out of the prompt, and records hold."""
-"""Characters around a difference that a record shows."""
 
 
 @dataclass(eq=False)
