@@ -1070,6 +1070,14 @@ MUTATIONS = [
         "tests/trainers/test_reward_functions.py -k leaves_float32",
     ),
     Mutation(
+        "rewards too large for the loss are trained on", "step/credit.py",
+        "        _check_size(credit, turns.rewards)\n", "", "tests/trainers/test_nonfinite.py -k too_large",
+    ),
+    Mutation(
+        "a turn's reward may be infinite", "step/credit.py",
+        "if turns.rewards.isinf().any():", "if False:", "tests/trainers/test_nonfinite.py -k turns_reward",
+    ),
+    Mutation(
         "REINFORCE forgets the weights of rewards", "algorithms/reinforce.py",
         "None if turns.weights is None else functools", "None if True else functools",
         f"{DRIFT_OPTIONS} -k reinforce_is_exact",
