@@ -2802,6 +2802,14 @@ MUTATIONS = [
         'return {**row, "success": False} if', 'return row if', "tests/evaluation/test_comparison.py -k only_winners",
     ),
     Mutation(
+        "groups that agree by chance are a certainty", "evaluation/statistics.py",
+        "self.span**2 / max(groups, 1)", "0.0", "tests/evaluation/test_sequential.py -k by_chance",
+    ),
+    Mutation(
+        "the range of a success is not known", "evaluation/diagnosis.py",
+        'span=float(name == "success")', "span=0.0", "tests/evaluation/test_sequential.py -k range_of_a_success",
+    ),
+    Mutation(
         "noise counts as a fall", "evaluation/statistics.py", "ALPHA = 2e-3", "ALPHA = 0.1",
         "tests/evaluation/test_sequential.py",
     ),
