@@ -15,6 +15,9 @@ from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.train_batch import gather_rows
 from agile_trainers.types import TurnBatch
 
+LARGEST_CREDIT = torch.finfo(torch.float32).max ** 0.5
+"""Largest advantage, and largest target of a critic, that can be trained on."""
+
 
 class TurnWeights(NamedTuple):
     """Weights (B, K) of turns that an earlier policy played, with ``drift_correction="decision_truncate"``."""
@@ -136,8 +139,16 @@ class CreditAssignment:
             values: (B, K), of a critic.
             final_values: (B,), of a critic.
             weights: Of episodes of an earlier policy.
+
+        Raises:
+            ValueError: On every process, if a turn's reward is infinite: the environment's with those of reward functions.
         """
         turns = gather_turns(batch, self._accelerator, values, final_values, weights)
+        if turns.rewards.isinf().any():
+            raise ValueError(
+                "The reward of a turn, with what reward functions add to an episode's last turn, exceeds 3.4e+38 (float32). "
+                "Let the environment or the functions return less."
+            )
         credit, args, demonstrated = self._rule(turns.own()), self._args, None
         advantages = credit.advantages
         if turns.demonstrations is not None:
@@ -158,6 +169,9 @@ class CreditAssignment:
 
         Returns:
             The credit of all processes, with the metrics.
+
+        Raises:
+            ValueError: On every process, if rewards are so large that the loss or its gradient would overflow.
         """
         turns = judged.turns
         credit = normalize(judged.credit, turns.mask, self._args)
@@ -169,7 +183,19 @@ class CreditAssignment:
             credit.advantages = credit.advantages + (
                 judged.demonstrated if bound is None else judged.demonstrated.clamp(max=bound)
             )
+        _check_size(credit, turns.rewards)
         return credit
+
+
+def _check_size(credit: Credit, rewards: torch.Tensor) -> None:
+    for name, values in {"advantages": credit.advantages, **credit.columns}.items():
+        largest = max(values[values.abs() > LARGEST_CREDIT].abs().tolist(), default=0.0)
+        if largest:
+            raise ValueError(
+                f"Rewards are too large: those of turns reach {rewards.abs().max().item():.3g} and {name} {largest:.3g}, "
+                f"beyond {LARGEST_CREDIT:.2g}, whose square leaves float32: the loss or the norm of its gradient would be "
+                "infinite. Divide the rewards."
+            )
 
 
 def own_turns(

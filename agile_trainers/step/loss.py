@@ -166,8 +166,9 @@ class LossOutput:
     values of tokens being averaged over each episode first (``grpo``). ``"constant"``: the number of episodes times
     ``max_completion_length`` (``dr_grpo``)."""
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values to log by name, (B, T) or (B,) each, averaged over the tokens or the episodes that enter the loss. The names
-    must be the same on every call."""
+    """Values to log by name, (B, T) or (B,) each, averaged over the tokens or the episodes of a micro-batch, of all
+    processes, that enter the loss. The log has the mean of these averages, as of TRL's metrics: micro-batches count alike,
+    however many tokens they have. The names must be the same on every call."""
 
     def total(self, mask: torch.Tensor) -> torch.Tensor:
         """Sum the numerator over what enters the loss.

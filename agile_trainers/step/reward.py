@@ -217,10 +217,8 @@ def _numbers(values: Any, called: str) -> list[Any]:
             f"{called} returned a {type(values).__name__}, {values!r:.100}. Expected a list with one number for each "
             f"completion: [score(completion) for completion in completions].{none}"
         )
-    given = list(values)
+    given = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
     for value in given:
-        one = getattr(value, "item", None) if getattr(value, "ndim", None) == 0 else None
-        value = one() if one else value
         if value is None or (
             isinstance(value, Real) and (value != value or -LARGEST_REWARD <= cast(Any, value) <= LARGEST_REWARD)
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_runs import SAVING, assert_same, make, weights
+from games import Chatter, make_trainer
+from ppo_games import make_ppo
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -108,3 +111,38 @@ def test_weights_that_are_not_finite_are_not_saved(embedded_model, tmp_path, cas
         trainer.train()
     assert newest_complete(tmp_path)[0].name == "checkpoint-1"
     assert [path.name for path in Path(tmp_path).glob("**/checkpoint-*")] == ["checkpoint-1"]
+
+
+class Lottery(Chatter):
+    """Chatter whose answers win or lose a fortune."""
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, 1e38 if reward > 0.5 else -1e38, *rest
+
+
+class Refund(Chatter):
+    """Chatter of two turns, of which the first loses what the second wins."""
+
+    def step(self, action):
+        observation, *_, info = super().step(action)
+        return observation, -3e38 if self.turn == 1 else 3e38, self.turn == 2, False, info
+
+
+@pytest.mark.parametrize("make_one", [make_ppo, partial(make_trainer, scale_rewards="none")], ids=["ppo", "grpo"])
+def test_rewards_too_large_for_the_loss_are_named_before_it(embedded_model, tmp_path, make_one):
+    """The critic's squared error, or the norm of the gradient, was infinite, and steps were skipped up to the error."""
+    trainer = make_one(embedded_model, tmp_path, environment=Lottery)
+    with pytest.raises(ValueError, match=r"turns reach 1e\+38 and (advantages|value_targets) .*Divide the rewards"):
+        trainer.train()
+
+
+def test_a_turns_reward_that_leaves_float32_is_named(embedded_model, tmp_path):
+    """The last turn's 3e38 and a function's 3e38, where the episode has 3e38 in all."""
+
+    def generous(completions, **_):
+        return [3e38] * len(completions)
+
+    trainer = make_trainer(embedded_model, tmp_path, environment=Refund, reward_funcs=generous)
+    with pytest.raises(ValueError, match=r"reward of a turn, .* exceeds 3\.4e\+38"):
+        trainer.train()

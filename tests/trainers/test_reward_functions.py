@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -301,6 +302,16 @@ def test_rewards_of_a_batch_by_hand():
             "rewards/b/std": 0.0,
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32, np.array], ids=lambda kind: kind.__name__)
+def test_the_share_of_nan_counts_numbers_of_any_kind(kind: Any) -> None:
+    """NaN in two of four; a tensor without dimensions is a number too."""
+    shares, rewards = [], [1.0, float("nan"), float("nan"), 0.5]
+    wrapped = over_sound_episodes(lambda **_: [kind(reward) for reward in rewards], False)
+    episodes = [Trajectory([1], [2], [0.0], [], StopReason.TERMINATED)] * 4
+    given = wrapped(trajectories=episodes, log_extra=None, log_metric=lambda *metric: shares.append(metric))
+    assert shares == [("rewards/nan", 0.5)] and torch.tensor(given).isnan().tolist() == [False, True, True, False]
 
 
 def test_a_reward_model_scores_what_did_not_fail(embedded_model, tmp_path, failing):
