@@ -24,6 +24,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from agile_trainers.checkpoints import stopping
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, supervised_rows
 from agile_trainers.cli.main import main
@@ -143,8 +144,10 @@ def test_a_stage_killed_after_its_last_step_takes_no_further_one(pipeline: dict,
 
 
 def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_continues(
-    pipeline: dict, tmp_path: Path
+    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(stopping.logger, "warning", lambda text, *values, **_: said.append(text % values))
     first = {**pipeline["stages"][2], "name": "first", "max_wall_seconds": 1e-9}
     chained = pipeline | {"stages": [first, {**first, "name": "second", "max_wall_seconds": None}]}
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
@@ -152,6 +155,10 @@ def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_contin
         tmp_path / "chain" / "first" / "adapter_config.json"
     ).exists()
     assert [path.name for path in (tmp_path / "chain" / "first").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert said == [
+        "max_wall_seconds=1e-09 is over: stopped at step 1; running the same again goes on from there, with as much time "
+        "again."
+    ]
     first["max_wall_seconds"] = 1e-8  # its last step
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
     assert [row["name"] for row in rows] == ["start", "first", "second"]

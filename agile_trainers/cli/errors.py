@@ -23,7 +23,7 @@ MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """Exception types that count as mistakes before training starts."""
 _FULL = (
     "Free some space, or choose a path on another disk; a run then resumes from its last complete checkpoint with "
-    "--resume_from_checkpoint auto"
+    "--resume_from_checkpoint auto, a chain or a population by the same command"
 )
 _WAYS_OUT = {
     errno.ENOENT: "Check the path",

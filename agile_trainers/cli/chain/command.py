@@ -55,6 +55,7 @@ from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
+from agile_trainers.checkpoints.stopping import RUN_AGAIN
 from agile_trainers.cli.chain.stages import (
     EVOLVE,
     SUPERVISED,
@@ -353,6 +354,8 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progr
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
+    if stage.algorithm not in SUPERVISED:
+        trainer.stop.way_on = RUN_AGAIN
     if checkpoint is not None and stage.algorithm in SUPERVISED:
         trainer.add_callback(_Resumed(checkpoint))
         _take_no_step_too_many(trainer, Path(checkpoint))
