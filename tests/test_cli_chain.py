@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -413,6 +414,11 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("stages.2.lora", {"r": 8}, "'grpo'.*`merge_lora_configs: true`"),
         ("stages.3.lora.rank", 8, "'ppo-after'.*`lora`.*'rank'"),
         ("lora.target_module", ["q_proj"], "`lora`.*'target_module'.*target_modules"),
+        ("lora.r", 0, "`lora`: r must be at least 1, got 0"),
+        ("lora.lora_dropout", "half", "`lora`.*lora_dropout.*'half'"),
+        ("lora.lora_dropout", 1.5, r"`lora`: lora_dropout must lie in \[0, 1\], got 1.5"),
+        ("stages.1.per_device_train_batch_size", 0, "'dpo': per_device_train_batch_size must be at least 1, got 0"),
+        ("stages.1.learning_rate", math.nan, "'dpo': learning_rate must not be negative, got nan"),
         ("lora.layers_to_transform", [0], "`lora`.*`layers_to_transform`"),
         ("options.batch_size", 3, "`options` knows no 'batch_size'"),
         (
@@ -480,11 +486,16 @@ def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) 
 
 
 def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
-    """YAML takes 1e-2 for a string."""
-    first = parse_pipeline(pipeline).stages[0]
+    """YAML takes 1e-2 for a string, and nothing for null."""
+    pipeline["lora"] |= {"lora_alpha": "1e1", "lora_dropout": "5e-2"}
+    parsed = parse_pipeline(pipeline)
+    first, lora = parsed.stages[0], parsed.lora
     assert (
         first.config.learning_rate == 0.01 and first.config.use_cpu is True and first.config.assistant_only_loss is True
     )
+    assert lora is not None and (lora.lora_alpha, lora.lora_dropout) == (10.0, 0.05)
+    with pytest.raises(YAMLFileError, match="'sft': learning_rate must be a number, got None"):
+        parse_pipeline({**pipeline, "stages": [{**pipeline["stages"][0], "learning_rate": None}]})
 
 
 def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:

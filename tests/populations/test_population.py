@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -719,6 +720,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("max_episodes must be above 0", {"max_episodes": 0}),
     ("max_episodes=15 .*one step of 2 members plays 16", {"max_episodes": 15}),
     ("max_hours must be above 0", {"max_hours": 0}),
+    ("max_hours must be above 0, got nan", {"max_hours": math.nan}),
+    ("seed must not be negative, got -1", {"search_seed": -1}),
     ("strategy must be one of", {"strategy": "evolution"}),
     ("peft_config=LoraConfig", {"peft_config": None}),
     ("bias='all'", {"peft_config": LoraConfig(bias="all")}),
