@@ -553,6 +553,17 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert told in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_played(
+    pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    (tmp_path / "chain").touch()
+    monkeypatch.setattr(chain, "evaluate_stage", lambda *_: pytest.fail("an evaluation is played"))
+    assert main(["chain", str(path)]) == 2
+    assert f"output_dir='{tmp_path / 'chain'}' cannot be written to" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_example(tmp_path: Path, seed: int) -> None:

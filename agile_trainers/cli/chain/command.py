@@ -67,6 +67,7 @@ from agile_trainers.cli.chain.stages import (
 )
 from agile_trainers.cli.errors import mistakes_of_options
 from agile_trainers.cli.evolve.command import WINNER, run_plan
+from agile_trainers.cli.parser import check_output
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
 from agile_trainers.cli.yaml_files import YAMLFileError
@@ -632,6 +633,7 @@ def main(argv: Sequence[str]) -> None:
                 reached = "not begun" if state is None else "finished" if state["finished"] else "begun"
                 console.print(f"{stage.name}: {_shown(stage)}, {reached}, in {pipeline.output_dir / stage.name}")
             return
+        check_output(pipeline.output_dir)  # before the first evaluation
         rows = run_pipeline(pipeline, console, progress=options.progress)
     console.print(results(rows))
     PartialState().destroy_process_group()
