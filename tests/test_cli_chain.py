@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from agile_trainers.checkpoints import stopping
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, supervised_rows
 from agile_trainers.cli.main import main
@@ -143,8 +145,10 @@ def test_a_stage_killed_after_its_last_step_takes_no_further_one(pipeline: dict,
 
 
 def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_continues(
-    pipeline: dict, tmp_path: Path
+    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(stopping.logger, "warning", lambda text, *values, **_: said.append(text % values))
     first = {**pipeline["stages"][2], "name": "first", "max_wall_seconds": 1e-9}
     chained = pipeline | {"stages": [first, {**first, "name": "second", "max_wall_seconds": None}]}
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
@@ -152,6 +156,10 @@ def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_contin
         tmp_path / "chain" / "first" / "adapter_config.json"
     ).exists()
     assert [path.name for path in (tmp_path / "chain" / "first").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert said == [
+        "max_wall_seconds=1e-09 is over: stopped at step 1; running the same again goes on from there, with as much time "
+        "again."
+    ]
     first["max_wall_seconds"] = 1e-8  # its last step
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
     assert [row["name"] for row in rows] == ["start", "first", "second"]
@@ -406,6 +414,11 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("stages.2.lora", {"r": 8}, "'grpo'.*`merge_lora_configs: true`"),
         ("stages.3.lora.rank", 8, "'ppo-after'.*`lora`.*'rank'"),
         ("lora.target_module", ["q_proj"], "`lora`.*'target_module'.*target_modules"),
+        ("lora.r", 0, "`lora`: r must be at least 1, got 0"),
+        ("lora.lora_dropout", "half", "`lora`.*lora_dropout.*'half'"),
+        ("lora.lora_dropout", 1.5, r"`lora`: lora_dropout must lie in \[0, 1\], got 1.5"),
+        ("stages.1.per_device_train_batch_size", 0, "'dpo': per_device_train_batch_size must be at least 1, got 0"),
+        ("stages.1.learning_rate", math.nan, "'dpo': learning_rate must not be negative, got nan"),
         ("lora.layers_to_transform", [0], "`lora`.*`layers_to_transform`"),
         ("options.batch_size", 3, "`options` knows no 'batch_size'"),
         (
@@ -473,11 +486,16 @@ def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) 
 
 
 def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
-    """YAML takes 1e-2 for a string."""
-    first = parse_pipeline(pipeline).stages[0]
+    """YAML takes 1e-2 for a string, and nothing for null."""
+    pipeline["lora"] |= {"lora_alpha": "1e1", "lora_dropout": "5e-2"}
+    parsed = parse_pipeline(pipeline)
+    first, lora = parsed.stages[0], parsed.lora
     assert (
         first.config.learning_rate == 0.01 and first.config.use_cpu is True and first.config.assistant_only_loss is True
     )
+    assert lora is not None and (lora.lora_alpha, lora.lora_dropout) == (10.0, 0.05)
+    with pytest.raises(YAMLFileError, match="'sft': learning_rate must be a number, got None"):
+        parse_pipeline({**pipeline, "stages": [{**pipeline["stages"][0], "learning_rate": None}]})
 
 
 def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:
@@ -533,6 +551,17 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit, match="2"):
             main(["chain", str(file), "--dry-run"])
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_played(
+    pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    (tmp_path / "chain").touch()
+    monkeypatch.setattr(chain, "evaluate_stage", lambda *_: pytest.fail("an evaluation is played"))
+    assert main(["chain", str(path)]) == 2
+    assert f"output_dir='{tmp_path / 'chain'}' cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.slow

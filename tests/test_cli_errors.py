@@ -3,16 +3,20 @@
 # ruff: noqa: E501 -- one line per mistake
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import forks
 import pytest
 from installed import skip_without_libraries
+from rich.console import Console
 from trl import GRPOConfig
 
 from agile_trainers.checkpoints.stopping import TERMINATED
@@ -341,6 +345,48 @@ if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk],
 runpy.run_module("agile_trainers.cli.main", run_name="__main__")
 """
 """A command on a disk that holds so much, mounted for this process alone; 100 where nothing can be mounted."""
+
+
+def unread(monkeypatch: pytest.MonkeyPatch) -> TextIO:
+    """Make standard output a pipe whose reader has gone, written at once as with PYTHONUNBUFFERED."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", buffering=1)
+    monkeypatch.setattr(sys, "stdout", stream)
+    return stream
+
+
+def test_a_reader_that_goes_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `agile-trainers --help | head -1` does; a broken pipe to anything else is an error as before."""
+    with unread(monkeypatch):
+        assert main(["--help"]) == 141
+        print("written to nothing")
+    assert capsys.readouterr().err == ""
+
+    def breaks() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert guard("eval", breaks, debug=False) == 2 and "Broken pipe" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_while_training_runs_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich exits there, which was told as an exit of code that a run calls."""
+
+    def trains(write: Callable[[str], None]) -> Callable[[], None]:
+        def run() -> None:
+            Progress.training = True
+            write("step 1\n")
+
+        return run
+
+    for write in (lambda stream: Console(file=stream).print, lambda stream: stream.write):
+        with unread(monkeypatch) as stream:
+            assert guard("grpo", trains(write(stream)), debug=False) == 141
+        assert "nothing reads the output any more (a closed pipe), which ended training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def change(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("eval_dataset_args", {"count": 3}, "`eval_dataset_args` has no effect without `eval_dataset`"),
         ("environment", "agile:gess_number", "Unknown environment"),
         ("hyperparameters.max_turns", {"low": 1, "high": 2}, "hyperparameters: max_turns is the same for all members"),
+        ("seed", -1, "seed must not be negative, got -1"),
         ("members", 1, "members must be at least 2, got 1"),
         ("rounds", 9, "rounds must be between 1 and 2"),
     ],

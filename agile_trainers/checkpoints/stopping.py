@@ -30,6 +30,8 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
 SPARE_SECONDS = 5.0
 """Seconds by which a process ends before torchrun would kill it."""
+RUN_AGAIN = "running the same again"
+"""Way to go on with a chain or a population, which find their checkpoints themselves."""
 _SAME_SECONDS = 2.0
 """Seconds in which further signals are the first one again: torchrun passes on what its processes may have got too."""
 
@@ -44,6 +46,8 @@ class GracefulStop(TrainerCallback):
 
     out_of_time: bool = False
     """True if ``max_wall_seconds`` ended the run; its caller goes on."""
+    way_on: str = "--resume_from_checkpoint auto, or train(resume_from_checkpoint=True),"
+    """Way to go on from the checkpoint of a stop, as its message names it."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
@@ -133,10 +137,7 @@ class GracefulStop(TrainerCallback):
         early, said = state.global_step < state.max_steps, bool(self._stopped)
         if early:
             self._keep(args, state)
-            self._stopped = (
-                f"stopped at step {state.global_step}; --resume_from_checkpoint auto, or "
-                "train(resume_from_checkpoint=True), goes on from there"
-            )
+            self._stopped = f"stopped at step {state.global_step}; {self.way_on} goes on from there"
         if number:
             self._requested = signal.Signals(int(number))
         elif early and not said:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import select
 import shutil
 import signal
 import subprocess
@@ -14,16 +16,16 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-_TERMINATED = 128 + signal.SIGTERM
+_TERMINATED, _PIPE = 128 + signal.SIGTERM, 128 + signal.SIGPIPE
 _LONGEST = 4000
 """Characters of a message."""
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """Exception types that count as mistakes before training starts."""
 _FULL = (
     "Free some space, or choose a path on another disk; a run then resumes from its last complete checkpoint with "
-    "--resume_from_checkpoint auto"
+    "--resume_from_checkpoint auto, a chain or a population by the same command"
 )
 _WAYS_OUT = {
     errno.ENOENT: "Check the path",
@@ -56,18 +58,23 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         debug: Keep the traceback of a mistake too.
 
     Returns:
-        The command's exit code, 2 after a mistake, 130 after Ctrl-C. Code that exits while training runs never gives 0.
+        The command's exit code, 2 after a mistake, 130 after Ctrl-C, 141 if nothing reads the output any more (``| head``).
+        Code that exits while training runs never gives 0.
 
     Raises:
         Exception: Any error while training runs, and types other than ``MISTAKES``.
     """
     Progress.training, Progress.debug = False, debug
     try:
-        return run() or 0
+        status = run() or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt as stop:
         print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
         return 130
     except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich's, which exits where nothing reads its output
+            return _unread(command)
         # --help or a wrong option; or SIGTERM, of which an error after it was told (`GracefulStop.pass_on`).
         if not Progress.training or leaving.code == _TERMINATED:
             raise
@@ -81,6 +88,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         )
         return leaving.code if isinstance(leaving.code, int) and leaving.code else 1
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return _unread(command)
         code = _launched(error)
         if code is None and (debug or not is_mistake(error)):
             raise
@@ -88,6 +97,27 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
             print(wrapped(f"agile-trainers {command}: error: {message(error)}"), file=sys.stderr)
             print("(--debug shows where it was raised)", file=sys.stderr)
         return code or 2
+
+
+def _is_unread() -> bool:
+    """Return whether standard output is a pipe whose reader has gone."""
+    with suppress(OSError, ValueError):  # standard output is no file
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        return any(event & select.POLLERR for _, event in output.poll(0))
+    return False
+
+
+def _unread(command: str) -> int:
+    """Write to no pipe that nothing reads any more, say so if training ended by it, and return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if Progress.training:
+        print(
+            f"agile-trainers {command}: error: nothing reads the output any more (a closed pipe), which ended training. "
+            "Write it to a file.",
+            file=sys.stderr,
+        )
+    return _PIPE
 
 
 @contextmanager

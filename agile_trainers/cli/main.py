@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
-        print(usage())
-        return 0
+        return guard(command, _help, debug=False)
     known = [*COMMANDS, *algorithm_names()]
     if command not in known and ":" not in command:
         print(f"agile-trainers: there is no command {command!r}{nearest(command, known)}\n\n{usage()}", file=sys.stderr)
@@ -57,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may be in the current folder
     debug, arguments = take_debug(arguments)
     return guard(command, lambda: _run(command, arguments, debug), debug=debug)
+
+
+def _help() -> None:
+    print(usage())
 
 
 def _run(command: str, arguments: list[str], debug: bool) -> int | None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from peft import LoraConfig
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.config.other_names import meant
+from agile_trainers.config.rules import at_least, check_numbers, check_rules, in_unit_interval
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, load_named, nearest
@@ -42,7 +44,9 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path | Non
     folder = {} if output_dir is None else {"output_dir": str(output_dir)}
     with naming_place(where):
         parser.set_defaults_with_config(**options, **folder)
-        return parser.parse_args_into_dataclasses(args=[])[0]
+        (made,) = parser.parse_args_into_dataclasses(args=[])
+        check_numbers(made)
+    return made
 
 
 def check_dataset(name: str, where: str) -> None:
@@ -112,17 +116,30 @@ def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
             find_algorithm(algorithm)
 
 
+@dataclass
+class _LoraNumbers:
+    """Fields of ``LoraConfig`` that are numbers; the types parse them."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    lora_dropout: float = 0.0
+
+
 def read_lora(raw: Any, where: str) -> LoraConfig | None:
     """Make LoRA settings from a mapping of ``LoraConfig``'s fields; None without one.
 
     Raises:
-        YAMLFileError: If PEFT rejects them.
+        YAMLFileError: If PEFT rejects them, or would once there is a model.
     """
     if raw is None:
         return None
     given = mapping(raw, LoraConfig.__dataclass_fields__, where)
+    numbers = {name: given[name] for name in given if name in _LoraNumbers.__dataclass_fields__}
+    parsed = make_config(_LoraNumbers, numbers, None, where)
+    texts = {name: getattr(parsed, name) for name, value in numbers.items() if isinstance(value, str)}
     with naming_place(where):
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **given})
+        check_rules(parsed, (at_least(1, "r"), in_unit_interval("lora_dropout")))
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **given, **texts})
 
 
 def options_of(config: type) -> set[str]:

@@ -283,6 +283,11 @@ SIZES: tuple[Rule, ...] = (
         "num_generations={value} has no effect: {args.__class__.__name__} compares no group, and every episode starts from "
         "a state of its own. Leave num_generations unset (1).",
     ),
+    Rule(
+        ("num_generations",),
+        lambda args, value: args.groupless or (value is not None and value >= 2),
+        "num_generations must be at least 2, got {value}: the episodes of a group are compared.",
+    ),
 )
 """Rules for sizes, checked first at construction, since TRL's configuration divides by them."""
 

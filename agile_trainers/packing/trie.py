@@ -69,6 +69,8 @@ def _rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[np.ndarray], list
 
 def _sorted(rows: list[np.ndarray]) -> list[int]:
     """Return the order in which rows that share a prefix are neighbours."""
+    if len(rows) == 1:
+        return [0]  # most episodes are one row, whose bytes nothing compares
     # Unsigned and big-endian, bytes compare as their numbers do.
     keys = [row.astype(">u8").tobytes() for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)

@@ -28,6 +28,7 @@ from agile_trainers.adapters.loading import OnBase, SavedAdapters, find_adapters
 from agile_trainers.adapters.roles import POLICY
 from agile_trainers.adapters.untrusted import naming_folder
 from agile_trainers.checkpoints.integrity import check_complete, checkpoints, mark_complete, step_of
+from agile_trainers.checkpoints.stopping import RUN_AGAIN
 from agile_trainers.envs.checker import EnvironmentProtocolError
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
@@ -257,6 +258,7 @@ class Rounds:
             )
         trainer = self.make_trainer(assignment.args)
         trainer.add_callback(_EndOfRound(assignment.end))
+        trainer.stop.way_on = RUN_AGAIN
         if self._on_trainer is not None:
             self._on_trainer(trainer, assignment.member)
         trainer.train(resume_from_checkpoint=True if there else None)

@@ -192,6 +192,8 @@ class Population:
         measures = ("return", "success", REWARD) if listed_functions(reward_funcs) else ("return", "success")
         fitness = fitness or (REWARD if REWARD in measures else "return")
         _check(trainer, model, args, members, fitness, measures, max_episodes, max_hours, eval_dataset, peft_config)
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}.")
         self._space = search_space(type(args), hyperparameters)
         _check_values(args, self._space, names_of(environment))
         if eval_dataset is None and (names := names_of(environment)):
@@ -733,7 +735,7 @@ def _check(
             f"fitness must be {', '.join(map(repr, measures))} or a function of an episode, got {fitness!r}."
         )
     for name, budget in (("max_episodes", max_episodes), ("max_hours", max_hours)):
-        if budget is not None and budget <= 0:
+        if budget is not None and not budget > 0:
             raise ValueError(f"{name} must be above 0, got {budget}.")
     if not isinstance(model, (str, Path)):
         raise TypeError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
+from agile_trainers.checkpoints import stopping
 from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.envs.checker import EnvironmentProtocolError
 from agile_trainers.evaluation.results import evaluation_episodes
@@ -309,6 +312,28 @@ def test_a_killed_population_is_the_same_bit_for_bit(embedded_model, tmp_path, m
     copies = [event for event in whole.lineage.events if event.event == "born" and event.parent is not None]
     assert copies and all(event.changes for event in copies)
     assert {path.name for path in whole.folder(0).glob("checkpoint-*")} <= {f"checkpoint-{one.steps}" for one in last}
+
+
+class Terminated(TrainerCallback):
+    """Gets SIGTERM inside a step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_in_a_member_stops_the_population_which_goes_on_when_it_is_run_again(
+    embedded_model, tmp_path, monkeypatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(stopping.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(stopping.logger, "warning", lambda text, *values, **_: said.append(text % values))
+    terminated = population(
+        embedded_model, tmp_path, on_trainer=lambda trainer, _: trainer.add_callback(Terminated()), **SEARCH
+    )
+    with pytest.raises(SystemExit) as exit_:
+        terminated.run()
+    assert exit_.value.code == 143
+    assert said[-1] == "Terminated: stopped at step 1; running the same again goes on from there."
 
 
 def test_a_folder_of_another_population_is_refused(embedded_model, trained):
@@ -695,6 +720,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("max_episodes must be above 0", {"max_episodes": 0}),
     ("max_episodes=15 .*one step of 2 members plays 16", {"max_episodes": 15}),
     ("max_hours must be above 0", {"max_hours": 0}),
+    ("max_hours must be above 0, got nan", {"max_hours": math.nan}),
+    ("seed must not be negative, got -1", {"search_seed": -1}),
     ("strategy must be one of", {"strategy": "evolution"}),
     ("peft_config=LoraConfig", {"peft_config": None}),
     ("bias='all'", {"peft_config": LoraConfig(bias="all")}),

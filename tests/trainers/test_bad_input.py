@@ -30,6 +30,8 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, s
         ({"gamma": 1.5}, "[0, 1]"),
         ({"advantage_clip_range": -1.0}, "positive"),
         ({"num_generations": 3}, "divisible"),
+        ({"num_generations": 0}, "at least 2"),
+        ({"num_generations": None}, "at least 2"),
         ({"loss_type": "gspo"}, "MultiTurnGSPOConfig"),
         ({"loss_type": "ppo"}, "'bnpo'"),
         ({"scale_rewards": "std"}, "'none'"),

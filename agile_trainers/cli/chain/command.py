@@ -55,6 +55,7 @@ from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
+from agile_trainers.checkpoints.stopping import RUN_AGAIN
 from agile_trainers.cli.chain.stages import (
     EVOLVE,
     SUPERVISED,
@@ -66,6 +67,7 @@ from agile_trainers.cli.chain.stages import (
 )
 from agile_trainers.cli.errors import mistakes_of_options
 from agile_trainers.cli.evolve.command import WINNER, run_plan
+from agile_trainers.cli.parser import check_output
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
 from agile_trainers.cli.yaml_files import YAMLFileError
@@ -353,6 +355,8 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progr
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
+    if stage.algorithm not in SUPERVISED:
+        trainer.stop.way_on = RUN_AGAIN
     if checkpoint is not None and stage.algorithm in SUPERVISED:
         trainer.add_callback(_Resumed(checkpoint))
         _take_no_step_too_many(trainer, Path(checkpoint))
@@ -629,6 +633,7 @@ def main(argv: Sequence[str]) -> None:
                 reached = "not begun" if state is None else "finished" if state["finished"] else "begun"
                 console.print(f"{stage.name}: {_shown(stage)}, {reached}, in {pipeline.output_dir / stage.name}")
             return
+        check_output(pipeline.output_dir)  # before the first evaluation
         rows = run_pipeline(pipeline, console, progress=options.progress)
     console.print(results(rows))
     PartialState().destroy_process_group()

@@ -26,6 +26,7 @@ from agile_trainers.cli.run_files import (
     stage_rows,
 )
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
+from agile_trainers.config.rules import at_least, check_rules
 from agile_trainers.rollout.episode_options import EpisodeOptions, check_names
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
@@ -35,6 +36,11 @@ from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages of TRL's trainers."""
+_SUPERVISED_RULES = (
+    at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps"),
+    at_least(0, "learning_rate"),
+)
+"""Rules for their options; those of the other stages have rules of their own."""
 STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 EVOLVE = "evolve"
 """Key of a stage that is a population."""
@@ -196,11 +202,13 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     if dataset is not None:
         check_dataset(str(dataset), where)
     made = make_config(config, options, output / name, where)
-    if algorithm not in SUPERVISED:
-        with naming_place(where):
+    with naming_place(where):
+        if algorithm in SUPERVISED:
+            check_rules(made, _SUPERVISED_RULES)
+        else:
             made.with_environment(environments)
-        if dataset is None and made.max_steps <= 0:
-            raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
+    if dataset is None and made.max_steps <= 0:
+        raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
     lora, merges = read_lora(raw.get("lora"), f"{where}, `lora`"), bool(raw.get("merge_lora_configs"))
     return Stage(name, algorithm, options, made, dataset, arguments, lora, merges)
 
