@@ -4594,6 +4594,11 @@ MUTATIONS = [
         "for server in loaded:", "for server in ():", SERVERS,
     ),
     Mutation(
+        "a server that was started again ends the run", "rollout/generators/vllm/servers.py",
+        "self._served.discard(adapter)\n        self._on_each(partial(_unload_if_served, adapter))",
+        "self._served.discard(adapter)\n        self._on_each(lambda server: server.unload(adapter))", SERVERS,
+    ),
+    Mutation(
         "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",
         "    killed = kill_descendants(kept.pid)\n    kept.", "    killed = None\n    kept.", STARTED,
     ),

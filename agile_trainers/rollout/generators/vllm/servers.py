@@ -77,7 +77,7 @@ class VllmServers(AdapterHost[str]):
     def drop_adapter(self, adapter: str) -> None:
         """Serve an adapter no longer, and delete its files."""
         self._served.discard(adapter)
-        self._on_each(lambda server: server.unload(adapter))
+        self._on_each(partial(_unload_if_served, adapter))
         self.files.delete(adapter)
 
     def drop_left(self) -> None:
