@@ -86,7 +86,7 @@ class Client:
 
     def generate(self, ids: list[int], fields: dict[str, Any], adapter: str | None) -> Any:
         self._post("generate", ids=ids, model=adapter)
-        return ids, [0.0], None
+        return ids, [0.0], "stop", None
 
 
 @pytest.fixture
