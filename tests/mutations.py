@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a killed trainer's adapters stay on the servers", "rollout/generators/vllm/servers.py",
-        "self._on_each(partial(_unload_if_served, adapter))", "pass",
+        "    " * 4 + "self._on_each(partial(_unload_if_served, adapter))", "    " * 4 + "pass",
         f"{SERVERS} -k killed_process",
     ),
     Mutation(
