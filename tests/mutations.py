@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a killed trainer's adapters stay on the servers", "rollout/generators/vllm/servers.py",
-        "self._on_each(partial(_unload_if_served, adapter))", "pass",
+        "    " * 4 + "self._on_each(partial(_unload_if_served, adapter))", "    " * 4 + "pass",
         f"{SERVERS} -k killed_process",
     ),
     Mutation(
@@ -4616,6 +4616,11 @@ MUTATIONS = [
     Mutation(
         "an adapter that one server refuses stays on the others", "rollout/generators/vllm/servers.py",
         "for server in loaded:", "for server in ():", SERVERS,
+    ),
+    Mutation(
+        "a server that was started again ends the run", "rollout/generators/vllm/servers.py",
+        "self._served.discard(adapter)\n        self._on_each(partial(_unload_if_served, adapter))",
+        "self._served.discard(adapter)\n        self._on_each(lambda server: server.unload(adapter))", SERVERS,
     ),
     Mutation(
         "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",

@@ -416,6 +416,12 @@ _VLLM = (
         needed="an engine in this process (vllm_mode='colocate') or a server that it starts (vllm_server_start=True)",
     ),
     Rule(
+        ("vllm_model_impl",),
+        lambda args, value: value == "vllm" or args.vllm_mode != "colocate",
+        "{name}={value!r} lets vLLM change the classes of transformers in its process, and the trainer's model, which is of "
+        "the same class, computes no longer. Leave it unset, or use a server (vllm_mode='server', vllm_server_start=True).",
+    ),
+    Rule(
         ("vllm_server_base_url",),
         lambda args, value: value is None or _are_addresses(value),
         "{name} must be an address, or different ones with commas between, such as 'http://one:8000,http://two:8000', got "

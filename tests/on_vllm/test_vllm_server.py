@@ -310,7 +310,7 @@ def test_the_oldest_episode_is_sent_next() -> None:
             begun.set()
             assert meanwhile.wait(60)
             asked.append(ids[0])
-            return [EOS[0]], [0.0], None
+            return [EOS[0]], [0.0], "stop", None
 
     servers: list[Any] = [Slow()]
     with closing(ServerGenerator(VllmServers(servers), eos_token_ids=EOS, settings=GREEDY)) as generator:
@@ -334,7 +334,7 @@ def test_a_request_asks_for_no_more_tokens_than_fit() -> None:
 
         def generate(self, ids: list[int], fields: dict[str, Any], *_: Any) -> Any:
             asked.append((fields["min_tokens"], fields["max_tokens"]))
-            return [EOS[0]], [0.0], None
+            return [EOS[0]], [0.0], "stop", None
 
     servers, settings = list[Any]([Quick()]), SamplingSettings(min_new_tokens=3)
     with closing(ServerGenerator(VllmServers(servers), eos_token_ids=EOS, settings=settings)) as generator:

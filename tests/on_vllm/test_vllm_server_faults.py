@@ -1,4 +1,4 @@
-"""A server, or a gateway before it, that answers badly: its own error is shown, soon, and nothing is left behind."""
+"""A server, or a gateway before it, that answers badly or in part: it is said, soon, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import requests
-from engines import policy
-from generated import VOCAB
+from engines import policy, run
+from generated import EOS, VOCAB, uniforms
 from peft import get_peft_model_state_dict
 
+from agile_trainers.rollout.generators import GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm import server as server_module
-from agile_trainers.rollout.generators.vllm.server import VllmServer
+from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 
@@ -32,6 +35,7 @@ class Gateway(ThreadingHTTPServer):
         self.fault = ""
         self.release = threading.Event()
         self.modes: list[int] = []
+        self.ends, self.asked = "stop", dict[str, Any]()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,7 +51,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.modes = [
                 stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())
             ]
-        if self.server.fault == "403":
+        if self.path == "/v1/completions":
+            self.server.asked = body
+            told = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-1.0, -2.0]}
+            told["top_logprobs"] = [{token: value} for token, value in zip(*told.values())]
+            choice = {"prompt_token_ids": body["prompt"][0], "token_ids": [5, 6], "logprobs": told}
+            self._send(200, json.dumps({"choices": [choice | {"finish_reason": self.server.ends}]}))
+        elif self.server.fault == "403":
             self._send(403, "Forbidden by the gateway", "text/plain")
         elif self.server.fault == "hang":
             self.server.release.wait(60)
@@ -115,3 +125,36 @@ def test_a_dead_server_is_noticed_within_seconds():
     """By the waits between attempts, not by a clock."""
     retries = server_module.RETRIES
     assert sum(retries.backoff_factor * 2**attempt for attempt in range(retries.total)) < 10
+
+
+def ask(server: VllmServers, most: int = 9) -> GenerationOutput:
+    with closing(ServerGenerator(server, eos_token_ids=EOS, settings=SamplingSettings())) as generator:
+        return run(generator, GenerationRequest(0, [3, 4], most, uniforms(0)))
+
+
+def test_an_answer_that_is_broken_off_is_none(gateway, server):
+    """A server that is told to end sends what it has by then, with status 200."""
+    gateway.ends = "abort"
+    with pytest.raises(
+        requests.exceptions.ConnectionError, match=r"does not answer any more.*broke an answer off.*abort"
+    ):
+        ask(server)
+
+
+@pytest.mark.parametrize("most", [9, 2])
+def test_an_answer_ends_as_the_server_says(gateway, server, most):
+    """A server may have a limit of its own (`--override-generation-config`)."""
+    for ends in ("stop", "length"):
+        gateway.ends = ends
+        answer = ask(server, most)
+        assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ([5, 6], [-1.0, -2.0], ends)
+
+
+def test_the_defaults_of_a_server_are_not_sampled_with(gateway, server):
+    """Each that vLLM takes from the model's generation config is named in the request."""
+    ask(server)
+    expected = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 9,
+    }  # fmt: skip
+    assert {name: gateway.asked.get(name) for name in expected} == expected

@@ -86,7 +86,7 @@ class Client:
 
     def generate(self, ids: list[int], fields: dict[str, Any], adapter: str | None) -> Any:
         self._post("generate", ids=ids, model=adapter)
-        return ids, [0.0], None
+        return ids, [0.0], "stop", None
 
 
 @pytest.fixture
@@ -126,6 +126,15 @@ def test_the_adapter_of_requests_that_name_none(running: list[Server], servers: 
         servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
         servers.generate([1], {}, None, 1)
     assert [list(server.adapters) for server in running] == [[servers.adapter]] * 3
+
+
+def test_a_server_that_was_started_again_knows_no_adapter(running: list[Server], servers: VllmServers) -> None:
+    """Between two rollouts, of which the next one loads its own on all of them."""
+    servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
+    running[1].adapters.clear()
+    servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
+    assert [list(server.adapters) for server in running] == [[servers.adapter]] * 3
+    assert servers.files.names() == [servers.adapter]
 
 
 def test_what_a_killed_process_has_left_is_dropped(running: list[Server], servers: VllmServers, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
             {"vllm_server_base_url": "http://localhost:8000"},
             ["vllm_server_base_url='http://localhost:8000'"],
         ),
+        *(({"vllm_model_impl": name}, [f"vllm_model_impl={name!r}", "server"]) for name in ("transformers", "auto")),
         ({"vllm_server_port": 9}, ["vllm_server_port=9", "server"]),
         ({"vllm_group_port": 9}, ["vllm_group_port=9"]),
         ({"vllm_max_model_length": 99}, ["vllm_max_model_length=99", "max_model_length"]),

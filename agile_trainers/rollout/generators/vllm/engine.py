@@ -51,7 +51,8 @@ from agile_trainers.rollout.seeds import preserved_random_state
 
 TEMPERATURES = 0.01, 2.0
 """Bounds of vLLM's temperature: it raises lower values to the first and rejects values above the second."""
-_FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+"""vLLM's reasons for the end of a whole answer, and ours. With any other it was broken off."""
 
 
 class VllmEngine(AdapterHost[LoRARequest]):
@@ -335,7 +336,7 @@ class VllmGenerator:
         """Append vLLM's new tokens to an answer."""
         answer, completion = self._under_way[output.request_id], output.outputs[0]
         episode, ids = answer.request.episode, list(completion.token_ids)
-        if output.finished and completion.finish_reason not in _FINISHED:
+        if output.finished and completion.finish_reason not in FINISHED:
             raise RuntimeError(f"vLLM aborted the answer of episode {episode}: {completion.finish_reason}.")
         logprobs = [token[i].logprob for token, i in zip(completion.logprobs or [], ids, strict=True)]
         check_logprobs(episode, logprobs)
@@ -343,7 +344,7 @@ class VllmGenerator:
         answer.logprobs += logprobs
         if self._settings.filters and self._settings.top_k:
             answer.kept += [self._kept(episode, token) for token in completion.logprobs or []]
-        answer.reason = _FINISHED[completion.finish_reason] if output.finished else None
+        answer.reason = FINISHED[completion.finish_reason] if output.finished else None
         if output.num_cached_tokens is not None:
             answer.read = len(answer.request.token_ids) - output.num_cached_tokens
         return answer
@@ -498,6 +499,9 @@ def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) ->
         filters = {name: getattr(settings, name) or idle for name, idle in filters.items()}
     return filters | {
         "repetition_penalty": settings.repetition_penalty,
+        # A server may have other defaults, from the model's generation config.
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": sorted(eos_token_ids),
         "ignore_eos": True,  # the trainer sets the ids that end an answer
     }

@@ -33,6 +33,7 @@ from agile_trainers.rollout.generators.base import (
 from agile_trainers.rollout.generators.images import ImageReader
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.vllm.engine import (
+    FINISHED,
     check_logprobs,
     check_settings,
     features_of,
@@ -95,8 +96,8 @@ class VllmServer:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
         for prefix in ("http://", "https://"):
             self.client.session.mount(prefix, _PatientAdapter(max_retries=RETRIES, pool_maxsize=max_batch_size))
-        self.client.session.hooks["response"].append(self._note_usage)
-        self._usage = threading.local()
+        self.client.session.hooks["response"].append(self._note_answer)
+        self._noted = threading.local()
         self.url, self.max_batch_size, self.vocab_size = self.client.base_url, max_batch_size, vocab_size
         self.info: dict[str, Any] = self.client.get_server_info()
         """Configuration of the server, vLLM's ``VllmConfig``."""
@@ -113,22 +114,25 @@ class VllmServer:
 
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None
-    ) -> tuple[list[int], list[float], int | None]:
-        """Request an answer, of an adapter or of the base; wait for ids and log-probabilities.
+    ) -> tuple[list[int], list[float], FinishReason, int | None]:
+        """Request an answer, of an adapter or of the base; wait for ids, log-probabilities and why it ends.
 
-        Thread-safe. The third value is the number of ids that the server took from its prefix cache, if it reports it
+        Thread-safe. The last value is the number of ids that the server took from its prefix cache, if it reports it
         (``--enable-prompt-tokens-details``). With the field ``features``, images or None, the request goes to the endpoint
         that takes images; see :meth:`check_images`.
+
+        Raises:
+            requests.exceptions.ConnectionError: If the server does not answer, or has broken the answer off.
         """
         fields = fields if adapter is None else {"model": adapter, **fields}
-        self._usage.cached = None
+        noted = self._noted
         with self._reached():
             if "features" in fields:
-                return *self._generate_beside_images(token_ids, fields), self._usage.cached
-            answer = self.client.generate([token_ids], generation_kwargs=fields)
-        logprobs = (position[0] for position in answer["logprobs"][0])
-        values = [math.nan if logprob is None else logprob for logprob in logprobs]
-        return answer["completion_ids"][0], values, self._usage.cached
+                ids, logprobs = self._generate_beside_images(token_ids, fields)
+            else:
+                answer = self.client.generate([token_ids], generation_kwargs=fields)
+                ids, logprobs = answer["completion_ids"][0], [position[0] for position in answer["logprobs"][0]]
+        return ids, [math.nan if one is None else one for one in logprobs], noted.reason, noted.cached
 
     def _generate_beside_images(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float]]:
         # TRL's client asks this endpoint for the base alone.
@@ -156,11 +160,17 @@ class VllmServer:
                 "for episodes of text."
             )
 
-    def _note_usage(self, response: Response, **_: Any) -> None:
+    def _note_answer(self, response: Response, **_: Any) -> None:
         """Keep what TRL's client drops of an answer, for the thread that waits for it."""
-        if response.ok and b'"cached_tokens"' in response.content:
-            details = (response.json().get("usage") or {}).get("prompt_tokens_details") or {}
-            self._usage.cached = details.get("cached_tokens")
+        if not response.ok or b'"choices"' not in response.content:
+            return
+        answer = response.json()
+        reason = answer["choices"][0]["finish_reason"]
+        if reason not in FINISHED:
+            # A server that is told to end answers with the tokens that it has by then, and status 200.
+            raise RequestsConnectionError(f"it broke an answer off, with finish_reason={reason!r}")
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        self._noted.reason, self._noted.cached = FINISHED[reason], details.get("cached_tokens")
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -310,20 +320,26 @@ class ServerGenerator:
             self._wake()
 
     def _finish(
-        self, request: GenerationRequest, token_ids: list[int], logprobs: list[float], cached: int | None
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        logprobs: list[float],
+        reason: FinishReason,
+        cached: int | None,
     ) -> GenerationOutput:
         check_logprobs(request.episode, logprobs)
         self._conversations.answered(request, token_ids)
-        reason = self._reason(token_ids, request.max_new_tokens)
+        if reason == "length" and self._is_complete(token_ids):
+            reason = "stop"
         read = None if cached is None else len(request.token_ids) - cached
         kept = kept_sets(self._settings, self._eos, len(token_ids))
         return GenerationOutput(request.episode, token_ids, logprobs, reason, request.call, read, kept)
 
-    def _reason(self, token_ids: list[int], max_new_tokens: int) -> FinishReason:
-        """Infer the finish reason of an answer, which TRL's client does not report."""
-        if len(token_ids) < max_new_tokens or token_ids[-1] in self._eos:
-            return "stop"
-        return "stop" if self._stop is not None and self._stop(torch.tensor([token_ids]), None)[0] else "length"
+    def _is_complete(self, token_ids: list[int]) -> bool:
+        """Return True if the last token ends the answer, whether or not there was room for another."""
+        return token_ids[-1] in self._eos or (
+            self._stop is not None and bool(self._stop(torch.tensor([token_ids]), None)[0])
+        )
 
 
 def _check_stop_strings(settings: SamplingSettings) -> None:

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from requests import ConnectionError as RequestsConnectionError
 from transformers.utils import logging
 
+from agile_trainers.rollout.generators.base import FinishReason
 from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class VllmServers(AdapterHost[str]):
     def drop_adapter(self, adapter: str) -> None:
         """Serve an adapter no longer, and delete its files."""
         self._served.discard(adapter)
-        self._on_each(lambda server: server.unload(adapter))
+        self._on_each(partial(_unload_if_served, adapter))
         self.files.delete(adapter)
 
     def drop_left(self) -> None:
@@ -89,7 +90,7 @@ class VllmServers(AdapterHost[str]):
 
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None, episode: int = 0
-    ) -> tuple[list[int], list[float], int | None]:
+    ) -> tuple[list[int], list[float], FinishReason, int | None]:
         """Request an answer of the episode's server; see ``VllmServer.generate``. Thread-safe.
 
         Raises:
