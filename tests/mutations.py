@@ -1071,11 +1071,11 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards too large for the loss are trained on", "step/credit.py",
-        "        _check_size(credit, turns.rewards)\n", "", "tests/trainers/test_nonfinite.py -k too_large",
+        "        if value > LARGEST_CREDIT:", "        if False:", "tests/trainers/test_nonfinite.py -k too_large",
     ),
     Mutation(
         "a turn's reward may be infinite", "step/credit.py",
-        "if turns.rewards.isinf().any():", "if False:", "tests/trainers/test_nonfinite.py -k turns_reward",
+        "if rewards == math.inf:", "if False:", "tests/trainers/test_nonfinite.py -k turns_reward",
     ),
     Mutation(
         "REINFORCE forgets the weights of rewards", "algorithms/reinforce.py",
@@ -2808,14 +2808,6 @@ MUTATIONS = [
     Mutation(
         "a policy whose episodes all failed has no success", "evaluation/results.py",
         'return {**row, "success": False} if', 'return row if', "tests/evaluation/test_comparison.py -k only_winners",
-    ),
-    Mutation(
-        "groups that agree by chance are a certainty", "evaluation/statistics.py",
-        "self.span**2 / max(groups, 1)", "0.0", "tests/evaluation/test_sequential.py -k by_chance",
-    ),
-    Mutation(
-        "the range of a success is not known", "evaluation/diagnosis.py",
-        'span=float(name == "success")', "span=0.0", "tests/evaluation/test_sequential.py -k range_of_a_success",
     ),
     Mutation(
         "noise counts as a fall", "evaluation/statistics.py", "ALPHA = 2e-3", "ALPHA = 0.1",

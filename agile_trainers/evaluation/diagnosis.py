@@ -186,7 +186,7 @@ class MetricHistory:
                     self.courses[name].add(value, error, self.groups)
                 else:
                     errors = [] if error is None else [error**2] * 2
-                    self.courses[name] = Course(self.earliest[name][0], errors=errors, span=float(name == "success"))
+                    self.courses[name] = Course(self.earliest[name][0], errors=errors)
 
     def last(self, name: str, count: int) -> list[float]:
         """Return the last ``count`` values; an empty list if there are fewer."""

@@ -460,8 +460,7 @@ ALPHA = 2e-3
 """Probability that a metric which never changes is ever said to fall, however long the run, and the same for a rise. The
 comparisons spend it by Bonferroni's inequality: the j-th block of ``BLOCK * 2**i`` batches gets
 ``ALPHA / (j * (j + 1) * (i + 1) * (i + 2))``, half of it for each of its two comparisons; these shares add up to ``ALPHA``.
-(Alpha spending: Lan and DeMets, Biometrika 70, 1983.) Student's t is an approximation: a metric without errors, of which few
-groups have more than 0, is said to fall more often (``docs/troubleshooting.md`` has the rates)."""
+(Alpha spending: Lan and DeMets, Biometrika 70, 1983.)"""
 MANY = 20
 """Batches after which the spread between batches counts too where the error of each is known."""
 
@@ -522,8 +521,6 @@ class Course:
     errors: list[float] = field(default_factory=list)
     """Squared standard errors of the batches, where they are known: that of the first, and the sum of all."""
     levels: list[Level] = field(default_factory=list)
-    span: float = 0.0
-    """Difference of the highest and the lowest possible value of a group; 0 if unknown."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Course:
@@ -582,17 +579,14 @@ class Course:
         """Return estimates of the variance of a batch with their degrees of freedom, of which each must show a difference.
 
         One is half the mean square of successive differences, to which a trend adds little (von Neumann, 1941). The other,
-        where batches come with their errors, is their mean, or that of the first batch if it is larger. Groups that are all
-        won or all lost may agree by chance, and no spread is then seen: where the possible values are known, a group that
-        differs from the others by their whole range is added to what was seen.
+        where batches come with their errors, is their mean, or that of the first batch if it is larger.
         """
-        n, unseen = self.count, self.span**2 / max(groups, 1)
-        between, freedom = self.squares / (2 * (n - 1)), 2 * (n - 1) ** 2 / (3 * n - 4)
+        n = self.count
+        between = self.squares / (2 * (n - 1)), 2 * (n - 1) ** 2 / (3 * n - 4)
         if not self.errors or groups < 2:
-            return [(between + unseen / (n - 1), freedom)]
-        degrees = (groups - 1) * (n + 1.0)
-        within = max(self.errors[0], self.errors[1] / (n + 1) + unseen / degrees), degrees
-        return [within] if n < MANY else [within, (between, freedom)]
+            return [between]
+        within = max(self.errors[0], self.errors[1] / (n + 1)), (groups - 1) * (n + 1.0)
+        return [within] if n < MANY else [within, between]
 
 
 def tail(errors: float, freedom: float) -> float:

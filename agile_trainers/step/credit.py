@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,16 +140,8 @@ class CreditAssignment:
             values: (B, K), of a critic.
             final_values: (B,), of a critic.
             weights: Of episodes of an earlier policy.
-
-        Raises:
-            ValueError: On every process, if a turn's reward is infinite: the environment's with those of reward functions.
         """
         turns = gather_turns(batch, self._accelerator, values, final_values, weights)
-        if turns.rewards.isinf().any():
-            raise ValueError(
-                "The reward of a turn, with what reward functions add to an episode's last turn, exceeds 3.4e+38 (float32). "
-                "Let the environment or the functions return less."
-            )
         credit, args, demonstrated = self._rule(turns.own()), self._args, None
         advantages = credit.advantages
         if turns.demonstrations is not None:
@@ -171,28 +164,37 @@ class CreditAssignment:
             The credit of all processes, with the metrics.
 
         Raises:
-            ValueError: On every process, if rewards are so large that the loss or its gradient would overflow.
+            ValueError: On every process, if a turn's reward is infinite (the environment's with those of reward functions),
+                or rewards are so large that the loss or its gradient would overflow.
         """
         turns = judged.turns
         credit = normalize(judged.credit, turns.mask, self._args)
-        if not self._args.groupless:
-            credit.metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
         credit.metrics |= credit_by_turn(turns.rewards, credit.advantages, turns.mask)
         if judged.demonstrated is not None:
             bound = self._args.advantage_clip_range
             credit.advantages = credit.advantages + (
                 judged.demonstrated if bound is None else judged.demonstrated.clamp(max=bound)
             )
-        _check_size(credit, turns.rewards)
+        sizes = {"rewards": turns.rewards, "advantages": credit.advantages, **credit.columns}
+        largest = [values.abs().amax().double() for values in sizes.values()]
+        zero, *found = torch.stack([judged.zero.double().mean(), *largest]).tolist()  # one wait for the GPU
+        if not self._args.groupless:
+            credit.metrics["zero_advantage_groups"] = zero
+        _check_sizes(dict(zip(sizes, found, strict=True)))
         return credit
 
 
-def _check_size(credit: Credit, rewards: torch.Tensor) -> None:
-    for name, values in {"advantages": credit.advantages, **credit.columns}.items():
-        largest = max(values[values.abs() > LARGEST_CREDIT].abs().tolist(), default=0.0)
-        if largest:
+def _check_sizes(largest: dict[str, float]) -> None:
+    rewards = largest.pop("rewards")
+    if rewards == math.inf:
+        raise ValueError(
+            "The reward of a turn, with what reward functions add to an episode's last turn, exceeds 3.4e+38 (float32). "
+            "Let the environment or the functions return less."
+        )
+    for name, value in largest.items():
+        if value > LARGEST_CREDIT:
             raise ValueError(
-                f"Rewards are too large: those of turns reach {rewards.abs().max().item():.3g} and {name} {largest:.3g}, "
+                f"Rewards are too large: those of turns reach {rewards:.3g} and {name} {value:.3g}, "
                 f"beyond {LARGEST_CREDIT:.2g}, whose square leaves float32: the loss or the norm of its gradient would be "
                 "infinite. Divide the rewards."
             )
@@ -359,5 +361,5 @@ def _sums(values: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> tupl
 
 def _means(name: str, sums: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     titles = [*map(str, range(1, FIRST + 1)), f"{FIRST + 1}+"]
-    found = zip(titles, sums.tolist(), counts.tolist(), strict=True)
+    found = zip(titles, *torch.stack([sums, counts]).tolist(), strict=True)
     return {f"turn/{title}/{name}": total / count for title, total, count in found if count}

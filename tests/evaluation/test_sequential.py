@@ -9,7 +9,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from agile_trainers.evaluation.diagnosis import MetricHistory
 from agile_trainers.evaluation.statistics import ALPHA, BLOCK, PREFIX, Course, tail
 
 T_QUANTILES = {(1e-3, 5): 5.8934, (1e-4, 10): 5.6938, (0.05, 3): 2.3534}
@@ -92,52 +91,6 @@ def test_noise_is_said_to_move_as_rarely_as_stated() -> None:
             said |= shift is not None and shift.clearness > 0
         moved += said
     assert moved <= 0.004 * runs, "0.002 for each direction, as the page says"
-
-
-def test_groups_that_agree_by_chance_are_no_certainty() -> None:
-    """Two groups, all won or all lost. None is won in the first batch, then both in one of five: no spread was ever seen.
-
-    A group that differs by 1 from the others is added to it: 1 of 6 degrees of freedom, for the mean of two groups.
-    """
-    found = Course(0.0, errors=[0.0, 0.0], span=1.0)
-    for value in (0.0, 1.0, 0.0, 0.0, 0.0):
-        found.add(value, 0.0, 2)
-    shift = found.shift()
-    assert shift is not None and not shift.rose and shift.now == 0.2
-    assert shift.p == pytest.approx(tail(0.2 / (1 / 6 / 2 * 1.2) ** 0.5, 6.0))
-    alone = Course(1.0, span=1.0)  # one group, without errors
-    for _ in range(5):
-        alone.add(0.0, None, 1)
-    shift = alone.shift()
-    assert shift is not None and not shift.fell and shift.p == pytest.approx(tail(1 / (1 / 4 * 1.2) ** 0.5, 32 / 11))
-    # After many batches that agree, one of the start that does not is a fall.
-    found = Course(1.0, errors=[0.0, 0.0], span=1.0)
-    for _ in range(20):
-        found.add(0.0, 0.0, 2)
-    shift = found.shift()
-    assert shift is not None and shift.fell
-
-
-@pytest.mark.parametrize(("groups", "chance"), [(1, 0.3), (2, 0.1), (2, 0.9)])
-def test_few_groups_without_a_change_move_as_rarely_as_stated(groups: int, chance: float) -> None:
-    """1,000 runs of 10 batches of groups that are all won or all lost; 23 to 56 were said to move before."""
-    rng, moved = np.random.default_rng(0), 0
-    for won in (rng.random((1000, 11, groups)) < chance).astype(float):
-        known = (won.std(axis=1, ddof=1) / groups**0.5).tolist() if groups > 1 else [None] * 11
-        found = Course(float(won[0].mean()), errors=[known[0] ** 2] * 2 if groups > 1 else [], span=1.0)
-        for batch in range(1, 11):
-            found.add(float(won[batch].mean()), known[batch], groups)
-            shift = found.shift() if batch % BLOCK == 0 else None
-            if shift is not None and shift.clearness > 0:
-                moved += 1
-                break
-    assert moved <= 4
-
-
-def test_the_range_of_a_success_is_known_and_that_of_a_reward_is_not() -> None:
-    history = MetricHistory(groups=2)
-    history.add({"success": 0.5, "success_sem": 0.5, "reward": 0.5})
-    assert {name: found.span for name, found in history.courses.items()} == {"success": 1.0, "reward": 0.0}
 
 
 def test_a_course_survives_json() -> None:
