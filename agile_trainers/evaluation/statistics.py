@@ -460,7 +460,8 @@ ALPHA = 2e-3
 """Probability that a metric which never changes is ever said to fall, however long the run, and the same for a rise. The
 comparisons spend it by Bonferroni's inequality: the j-th block of ``BLOCK * 2**i`` batches gets
 ``ALPHA / (j * (j + 1) * (i + 1) * (i + 2))``, half of it for each of its two comparisons; these shares add up to ``ALPHA``.
-(Alpha spending: Lan and DeMets, Biometrika 70, 1983.)"""
+(Alpha spending: Lan and DeMets, Biometrika 70, 1983.) Student's t is an approximation: where up to three groups are all won
+or all lost, it is said more often (``docs/troubleshooting.md`` has the rates)."""
 MANY = 20
 """Batches after which the spread between batches counts too where the error of each is known."""
 
