@@ -4615,6 +4615,12 @@ MUTATIONS = [
         "self._served.discard(adapter)\n        self._on_each(lambda server: server.unload(adapter))", SERVERS,
     ),
     Mutation(
+        "a process that seems older than its parent goes on", "envs/isolation/process_tree.py",
+        "    children: dict[int, list[psutil.Process]] = {}\n",
+        "    return psutil.Process().children(recursive=True)\n    children: dict[int, list[psutil.Process]] = {}\n",
+        "tests/rollout/test_left_processes.py -k hides_no_process",
+    ),
+    Mutation(
         "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",
         "    killed = kill_descendants(kept.pid)\n    kept.", "    killed = None\n    kept.", STARTED,
     ),

@@ -14,10 +14,12 @@ from contextlib import suppress
 from multiprocessing import current_process, forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 from elsewhere import Leaving
 from episodes import ScriptedSampler, make_engine, specs
 
+from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.types import StopReason
 
@@ -172,6 +174,7 @@ if __name__ == "__main__":
 SIGNALLED = """
 import asyncio, multiprocessing, os, signal
 from elsewhere import Elsewhere
+from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 
 async def main():
@@ -188,3 +191,11 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+def test_a_clock_that_is_set_hides_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The age of a process is that of the system's start and its own; a child can seem older than its parent."""
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: -float(process.pid))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in [process.pid for process in process_tree._below()]
+        child.communicate(b"\n")

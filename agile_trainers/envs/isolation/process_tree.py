@@ -91,7 +91,7 @@ def kill_descendants(child: int = 0) -> int | None:
     deadline, code = time.monotonic() + _ENDING_SECONDS, None
     refused: set[psutil.Process] = set()
     while time.monotonic() < deadline:
-        below = [one for one in psutil.Process().children(recursive=True) if one not in refused]  # parents come first
+        below = [one for one in _below() if one not in refused]
         if not below:
             break
         for process in below:
@@ -105,6 +105,24 @@ def kill_descendants(child: int = 0) -> int | None:
         code = ended if code is None else code
         time.sleep(_PAUSE)
     return code
+
+
+def _below() -> list[psutil.Process]:
+    """Return all processes below this one, parents first, by the numbers of their parents.
+
+    psutil's ``children`` leaves out those that seem older than this one, and their age moves with the system's clock.
+    """
+    import psutil
+
+    children: dict[int, list[psutil.Process]] = {}
+    psutil.process_iter.cache_clear()  # a number may be another process's by now
+    for one in psutil.process_iter(["ppid"]):
+        children.setdefault(one.info["ppid"], []).append(one)
+    found, parents = list[psutil.Process](), [os.getpid()]
+    for parent in parents:
+        found += children.get(parent, [])
+        parents += [one.pid for one in children.pop(parent, [])]
+    return found
 
 
 class Excerpt:
@@ -307,7 +325,7 @@ def _terminate(program: int, *, isolated: bool) -> None:
         with suppress(ProcessLookupError):
             os.killpg(program, signal.SIGTERM)
         return
-    for process in psutil.Process().children(recursive=True):
+    for process in _below():
         with suppress(psutil.Error):
             if process.pid != program:
                 process.terminate()
