@@ -27,6 +27,7 @@ class Elsewhere:
         if self.what == "die":
             os._exit(7)
         if self.what == "hang_up_its_group":
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would this process
             os.killpg(0, signal.SIGHUP)
         if self.what == "hang":
             if self.hangs:
