@@ -120,8 +120,9 @@ def _below() -> list[psutil.Process]:
         children.setdefault(one.info["ppid"], []).append(one)
     found, parents = list[psutil.Process](), [os.getpid()]
     for parent in parents:
-        found += children.get(parent, [])
-        parents += [one.pid for one in children.pop(parent, [])]
+        own = children.pop(parent, [])
+        found += own
+        parents += [one.pid for one in own]
     return found
 
 
