@@ -43,6 +43,7 @@ from agile_trainers.rollout.generators.vllm.engine import (
     sampling_fields,
     seed_of,
 )
+from agile_trainers.rollout.generators.vllm.health import Health
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 PATIENCE = 0.005
@@ -62,11 +63,33 @@ _WITH_IMAGES = "/inference/v1/generate"
 
 
 class _PatientAdapter(HTTPAdapter):
-    """Limits every request without a timeout to ``ANSWER_SECONDS``."""
+    """Limits every request without a timeout to ``ANSWER_SECONDS``, and to the life of the server."""
+
+    def __init__(self, health: Health, **options: Any) -> None:
+        self._health = health
+        super().__init__(**options)
+
+    def init_poolmanager(self, *args: Any, **options: Any) -> None:
+        super().init_poolmanager(*args, **options)
+        pools = self.poolmanager.pool_classes_by_scheme
+        self.poolmanager.pool_classes_by_scheme = {
+            scheme: _watched(pool, self._health) for scheme, pool in pools.items()
+        }
 
     def send(self, request: PreparedRequest, **options: Any) -> Response:  # type: ignore[override]
         options["timeout"] = options.get("timeout") or ANSWER_SECONDS
         return super().send(request, **options)
+
+
+def _watched(pool: Any, health: Health) -> Any:
+    """Make a class of urllib3's pools, whose connections ask for the server's health while they wait for an answer."""
+
+    class Connection(pool.ConnectionCls):
+        def getresponse(self) -> Any:
+            health.wait(self.sock, self.timeout)
+            return super().getresponse()
+
+    return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
 
 
 class VllmServer:
@@ -94,8 +117,10 @@ class VllmServer:
         when_gone: str = "Start it again, and resume from the last checkpoint.",
     ) -> None:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
+        health = Health(self.client.base_url)
         for prefix in ("http://", "https://"):
-            self.client.session.mount(prefix, _PatientAdapter(max_retries=RETRIES, pool_maxsize=max_batch_size))
+            patient = _PatientAdapter(health, max_retries=RETRIES, pool_maxsize=max_batch_size)
+            self.client.session.mount(prefix, patient)
         self.client.session.hooks["response"].append(self._note_answer)
         self._noted = threading.local()
         self.url, self.max_batch_size, self.vocab_size = self.client.base_url, max_batch_size, vocab_size
