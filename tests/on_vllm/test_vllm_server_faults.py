@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +20,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import requests
 from engines import policy, run
-from generated import EOS, VOCAB, uniforms
+from generated import EOS, VOCAB, qwen2, uniforms
 from peft import get_peft_model_state_dict
+from serving import serving
 
 from agile_trainers.rollout.generators import GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm import server as server_module
@@ -119,6 +123,36 @@ def test_a_server_that_hangs_is_given_up(gateway, server, tmp_path, monkeypatch)
     with pytest.raises(requests.exceptions.ConnectionError):
         load(server)
     assert left_in(tmp_path) == []
+
+
+def test_a_server_that_is_told_to_end_and_started_again(tmp_path):
+    """It holds requests open, which is noticed; released, it ends. The next one loads the adapters that requests name."""
+    folder, more = tmp_path / "base", ["--skip-tokenizer-init", "--max-num-seqs", "8"]
+    qwen2(hidden_size=128, intermediate_size=64).save_pretrained(folder)
+    greedy = {"temperature": 0.0, "max_tokens": 8}
+
+    def answers():
+        return [servers.generate([3, 4, 5], greedy, name)[0] for name in names]
+
+    with serving(folder, 256, more=more) as served:
+        servers = VllmServers([VllmServer(served.url, timeout=0, max_batch_size=64, vocab_size=VOCAB)], tmp_path)
+        weights = [(get_peft_model_state_dict(model), model.peft_config["default"]) for model in map(policy, (1, 2))]
+        names = [servers.add_adapter(*one)[0] for one in weights]
+        before = answers()
+        with closing(ServerGenerator(servers, eos_token_ids=[], settings=SamplingSettings())) as generator:
+            for episode in range(64):
+                generator.submit(GenerationRequest(episode, [3, 4], 200, uniforms(episode)))
+            time.sleep(1)
+            os.killpg(served.process.pid, signal.SIGTERM)
+            started = time.monotonic()
+            with pytest.raises(requests.exceptions.ConnectionError, match=f"{served.url} does not answer any more"):
+                while True:
+                    generator.step()
+        assert time.monotonic() - started < 120, "not the ten minutes of a request"
+        served.process.wait(60)
+    with serving(folder, 256, port=int(served.url.rpartition(":")[2]), more=more):
+        assert answers() == before and before[0] != before[1]
+        servers.close()
 
 
 def test_a_dead_server_is_noticed_within_seconds():

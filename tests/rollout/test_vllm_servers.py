@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig
 from requests import ConnectionError
 
-from agile_trainers.rollout.generators.vllm.servers import VllmServers
+from agile_trainers.rollout.generators.vllm.servers import NotServed, VllmServers
 
 
 class Server(ThreadingHTTPServer):
@@ -35,6 +35,7 @@ class Server(ThreadingHTTPServer):
         self.adapters: dict[str, bool] = {}
         """Name to whether its files were there when it was loaded."""
         self.asked: list[int] = []
+        self.loads = 0
         self.refuses, self.meanwhile = False, threading.Event()
         self.meanwhile.set()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -51,8 +52,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         adapters, status = self.server.adapters, 200
         if self.path == "/load":
+            again = body["name"] in adapters
             adapters[body["name"]] = (Path(body["folder"]) / "adapter_model.safetensors").exists()
-            status = 400 if self.server.refuses else 200
+            self.server.loads += 1
+            status = 409 if again else 400 if self.server.refuses else 200
         elif self.path == "/unload":
             status = 200 if adapters.pop(body["name"], None) else 404
         else:
@@ -75,8 +78,11 @@ class Client:
         self.max_batch_size, self.vocab_size, self.max_model_length = 8, 40, length
 
     def _post(self, route: str, **body: Any) -> None:
-        if not (answer := requests.post(f"{self.url}/{route}", json=body)).ok:
-            raise ValueError(f"{route}: {answer.status_code}")
+        status = requests.post(f"{self.url}/{route}", json=body).status_code
+        if status == 404 and route == "generate":
+            raise NotServed
+        if status != 200:
+            raise ValueError(f"{route}: {status}{' has already been loaded' if status == 409 else ''}")
 
     def load(self, name: str, folder: Path) -> None:
         self._post("load", name=name, folder=str(folder))
@@ -135,6 +141,35 @@ def test_a_server_that_was_started_again_knows_no_adapter(running: list[Server],
     servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
     assert [list(server.adapters) for server in running] == [[servers.adapter]] * 3
     assert servers.files.names() == [servers.adapter]
+
+
+def test_a_server_that_was_started_again_loads_what_a_request_names(
+    running: list[Server], servers: VllmServers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With batches ahead earlier policies play; other processes of the run write no adapters, and ask for them too."""
+    first, second = load(servers), load(servers)
+    other = VllmServers([Client(server, 64) for server in running], tmp_path)  # type: ignore[misc]
+    running[1].adapters.clear()
+    with ThreadPoolExecutor(12) as threads:
+        asked = [(which, one, place) for which in (servers, other) for one in (first, second) for place in range(6)]
+        answers = list(threads.map(lambda it: it[0].generate([it[2]], {}, it[1], it[2])[0], asked))
+    assert answers == [[place] for _, _, place in asked]
+    assert [server.adapters for server in running] == [{first: True, second: True}] * 3
+    assert [server.loads for server in (running[0], running[2])] == [2, 2] and servers.used == (0, 1, 2)
+    assert {record.getMessage().partition(" was started again")[0] for record in caplog.records} == {
+        f"The vLLM server at {running[1].url}"
+    }
+    running[1].adapters.clear()
+    running[1].refuses = True
+    with pytest.raises(ValueError, match="load: 400"):
+        servers.generate([1], {}, first, 1)
+    running[1].adapters.clear()
+    servers.files.delete(first)
+    with pytest.raises(ValueError, match=f"{running[1].url} does not know the adapter {first}, and its files are gone"):
+        servers.generate([1], {}, first, 1)
+    running[1].adapters.clear()
+    with pytest.raises(NotServed):
+        servers.generate([1], {}, None, 1)
 
 
 def test_what_a_killed_process_has_left_is_dropped(running: list[Server], servers: VllmServers, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class AdapterHost(ABC, Generic[Handle]):
         self.adapter = None
 
 
-_PREFIX = f"vllm-policy-{socket.gethostname()}-"
+_PREFIXES = "vllm-policy-"
+_PREFIX = f"{_PREFIXES}{socket.gethostname()}-"
 
 
 class AdapterFolder:
@@ -119,6 +120,11 @@ class AdapterFolder:
     def names(self) -> list[str]:
         """List the adapters that are there."""
         return [] if self._made is None else [path.name for path in Path(self._made.name).iterdir()]
+
+    def find(self, name: str) -> Path | None:
+        """Return the folder of an adapter, which any process of the run has written; None if it is not there."""
+        place = Path(self._place or tempfile.gettempdir()).resolve()
+        return next(place.glob(f"{_PREFIXES}*/{name}"), None)
 
     def delete(self, name: str) -> None:
         """Delete an adapter."""

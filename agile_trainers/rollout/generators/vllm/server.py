@@ -44,7 +44,7 @@ from agile_trainers.rollout.generators.vllm.engine import (
     seed_of,
 )
 from agile_trainers.rollout.generators.vllm.health import Health
-from agile_trainers.rollout.generators.vllm.servers import VllmServers
+from agile_trainers.rollout.generators.vllm.servers import NotServed, VllmServers
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer, before environments are polled again."""
@@ -147,6 +147,7 @@ class VllmServer:
         that takes images; see :meth:`check_images`.
 
         Raises:
+            NotServed: If the server does not know the adapter.
             requests.exceptions.ConnectionError: If the server does not answer, or has broken the answer off.
         """
         fields = fields if adapter is None else {"model": adapter, **fields}
@@ -187,6 +188,10 @@ class VllmServer:
 
     def _note_answer(self, response: Response, **_: Any) -> None:
         """Keep what TRL's client drops of an answer, for the thread that waits for it."""
+        if response.status_code == 404 and b"does not exist" in response.content:  # of a route it is "Not Found"
+            raise NotServed(
+                f"The vLLM server at {self.url} does not know the model of a request: {response.text[:500]}"
+            )
         if not response.ok or b'"choices"' not in response.content:
             return
         answer = response.json()

@@ -28,6 +28,10 @@ logger = logging.get_logger(__name__)
 _LEAVING_SECONDS = 5.0
 
 
+class NotServed(Exception):
+    """A server does not know the adapter that a request names."""
+
+
 class VllmServers(AdapterHost[str]):
     """A fixed list of servers. Each adapter is loaded on all of them, under the same name.
 
@@ -93,15 +97,41 @@ class VllmServers(AdapterHost[str]):
     ) -> tuple[list[int], list[float], FinishReason, int | None]:
         """Request an answer of the episode's server; see ``VllmServer.generate``. Thread-safe.
 
+        A server that was started again meanwhile loads the adapter again.
+
         Raises:
             requests.exceptions.ConnectionError: If no server answers.
+            ValueError: If the server cannot load the adapter again.
         """
+        adapter = adapter or self.adapter
         while True:
             place = self._of(episode)
             try:
-                return self.servers[place].generate(token_ids, fields, adapter or self.adapter)
+                try:
+                    return self.servers[place].generate(token_ids, fields, adapter)
+                except NotServed:
+                    if adapter is None:
+                        raise
+                    self._load_again(self.servers[place], adapter)
+                    return self.servers[place].generate(token_ids, fields, adapter)
             except RequestsConnectionError as error:
                 self._leave_out(place, error)
+
+    def _load_again(self, server: VllmServer, adapter: str) -> None:
+        folder = self.files.find(adapter)
+        if folder is None:
+            raise ValueError(
+                f"The vLLM server at {server.url} does not know the adapter {adapter}, and its files are gone: something "
+                "has deleted them. Resume from the last checkpoint."
+            )
+        with self._lock:  # of the requests that miss it at the same time the first loads it
+            try:
+                server.load(adapter, folder)
+            except ValueError as error:
+                if "already been loaded" not in str(error):  # by another thread or process
+                    raise
+            else:
+                logger.warning("The vLLM server at %s was started again, and has loaded an adapter again.", server.url)
 
     def _of(self, episode: int) -> int:
         """Return the episode's server; only the episodes of one that was left out move to another."""
