@@ -52,6 +52,7 @@ class Mutation:
 ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
 SERVERS = "tests/rollout/test_vllm_servers.py"
+HEALTH = "tests/rollout/test_server_health.py"
 STARTED = "tests/trainers/test_started_server.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
@@ -4599,7 +4600,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a request is lost with its server", "rollout/generators/vllm/servers.py",
-        "                self._leave_out(place, error)\n\n    def _of", "                raise\n\n    def _of", SERVERS,
+        "                self._leave_out(place, error)\n\n    def _load", "                raise\n\n    def _load", SERVERS,
     ),
     Mutation(
         "no server is left, and a request is sent to none", "rollout/generators/vllm/servers.py",
@@ -4613,6 +4614,34 @@ MUTATIONS = [
         "a server that was started again ends the run", "rollout/generators/vllm/servers.py",
         "self._served.discard(adapter)\n        self._on_each(partial(_unload_if_served, adapter))",
         "self._served.discard(adapter)\n        self._on_each(lambda server: server.unload(adapter))", SERVERS,
+    ),
+    Mutation(
+        "a server that ends is waited for", "rollout/generators/vllm/health.py",
+        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return False", HEALTH,
+    ),
+    Mutation(
+        "a slow server counts as one that has ended", "rollout/generators/vllm/health.py",
+        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return True", HEALTH,
+    ),
+    Mutation(
+        "a server has ended when it refused twice at any time", "rollout/generators/vllm/health.py",
+        "ended + 1 if self._has_ended() else 0", "ended + self._has_ended()", HEALTH,
+    ),
+    Mutation(
+        "a server that was started again is asked for an adapter that it lacks", "rollout/generators/vllm/servers.py",
+        "                    self._load_again(self.servers[place], adapter)\n", "", SERVERS,
+    ),
+    Mutation(
+        "another process of the run finds no adapter to load again", "rollout/generators/vllm/adapter_host.py",
+        'place.glob(f"{_PREFIXES}*/{name}")', 'place.glob(f"{_PREFIXES}{os.getpid()}*/{name}")', SERVERS,
+    ),
+    Mutation(
+        "an answer that a teacher's server breaks off is read", "sampling/teacher_server.py",
+        'if one.get("prompt_logprobs") is None]', "if False]", f"{TEACHER} -k do_not_fit",
+    ),
+    Mutation(
+        "a teacher's server that holds requests is waited for", "sampling/teacher_server.py",
+        'elif event.endswith(".receive_response_headers.started") and connections:', "elif False:", f"{HEALTH} -k teacher",
     ),
     Mutation(
         "a process that seems older than its parent goes on", "envs/isolation/process_tree.py",

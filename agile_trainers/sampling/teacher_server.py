@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from agile_trainers.rollout.generators.vllm.health import Health
 from agile_trainers.train_batch import TrainBatch, paths_of, rows_read, with_hints
 
 REQUESTS = 32
@@ -32,7 +34,8 @@ class TeacherServer:
     """
 
     def __init__(self, url: str, tokenizer: Any) -> None:
-        self.url, self._client = url.rstrip("/"), httpx.Client(timeout=_SECONDS)
+        self.url, self._health = url.rstrip("/"), Health(url)
+        self._client = httpx.Client(timeout=_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
         try:
             (self._model, self.max_model_length), *_ = (
                 (model["id"], model["max_model_len"]) for model in self._ask("GET", "/v1/models")["data"]
@@ -95,8 +98,9 @@ class TeacherServer:
     @_AGAIN
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = self._client.request(method, self.url + path, json=body)
-        except httpx.HTTPError as error:
+            watch = {"trace": watching(self._health)}
+            response = self._client.request(method, self.url + path, json=body, extensions=watch)
+        except (httpx.HTTPError, OSError) as error:
             raise ConnectionError(
                 f"The teacher at {self.url} does not answer: {error}. Start it (again), and resume from the last checkpoint."
             ) from error
@@ -104,4 +108,24 @@ class TeacherServer:
             kind = ConnectionError if response.is_server_error else ValueError
             raise kind(f"The teacher at {self.url} rejects a request: {response.status_code} {response.text[:500]}")
         answer: dict[str, Any] = response.json()
+        broken = [one.get("finish_reason") for one in answer.get("choices", ()) if one.get("prompt_logprobs") is None]
+        if broken:
+            # A server that is told to end answers with what it has by then, and status 200.
+            raise ConnectionError(
+                f"The teacher at {self.url} has broken an answer off (finish_reason={broken[0]!r}). "
+                "Start it (again), and resume from the last checkpoint."
+            )
         return answer
+
+
+def watching(health: Health) -> Callable[[str, dict[str, Any]], None]:
+    """Make a ``trace`` of one request of httpx on a connection of its own, which asks for health while it waits."""
+    connections: list[Any] = []
+
+    def trace(event: str, told: dict[str, Any]) -> None:
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            connections.append(told["return_value"].get_extra_info("socket"))
+        elif event.endswith(".receive_response_headers.started") and connections:
+            health.wait(connections[-1], _SECONDS)
+
+    return trace

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import httpx
 import pytest
 
 from agile_trainers.rollout.generators.vllm import health
 from agile_trainers.rollout.generators.vllm.health import Health
+from agile_trainers.sampling.teacher_server import watching
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,25 @@ def test_an_answer_that_is_there_is_read() -> None:
         listener.close()
         watched.wait(ours, None)
         assert ours.recv(1) == b"x"
+
+
+def test_a_teacher_that_holds_a_request_has_ended() -> None:
+    """Its requests are those of httpx."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(httpx.Client(timeout=60)) as client:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        held: list[socket.socket] = []
+
+        def hold() -> None:
+            held.append(listener.accept()[0])
+            held[0].recv(4096)
+            listener.close()
+
+        thread = threading.Thread(target=hold, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionResetError, match="it has ended"):
+            client.post(url, json={}, extensions={"trace": watching(Health(url))})
+        thread.join(20)
+        held[0].close()
 
 
 def test_requests_that_wait_ask_together() -> None:

@@ -21,6 +21,8 @@ class Scoring:
 
     url: str
     scored: int = 0
+    breaks_off: bool = False
+    """As vLLM's does when it is told to end: with status 200."""
 
 
 def changed_model(base: Path, folder: Path) -> Path:
@@ -70,7 +72,8 @@ def teaching(folder: Path, longest: int = 4096) -> Iterator[Scoring]:
             if self.path == "/detokenize":
                 return self.answer({"prompt": tokenizer.decode(given["tokens"])})
             assert given["prompt_logprobs"] == 0 and given["model"] == "teacher"
-            self.answer({"choices": [{"prompt_logprobs": scores(given["prompt"])}]})
+            told = None if served.breaks_off else scores(given["prompt"])
+            self.answer({"choices": [{"prompt_logprobs": told, "finish_reason": "length" if told else "abort"}]})
 
     server = Server(("127.0.0.1", 0), Handler)
     served = Scoring(f"http://127.0.0.1:{server.server_port}")

@@ -428,6 +428,11 @@ def test_servers_that_do_not_fit(embedded_model, tmp_path, monkeypatch) -> None:
         trainer = make_trainer(embedded_model, tmp_path, teacher=served.url, environment=Long)
         with pytest.raises(ValueError, match=r"has max_model_len=5, and an episode has \d+ tokens"):
             trainer._generate_and_score_completions([{}] * 8)
+    with teaching(folder) as served:
+        trainer = make_trainer(embedded_model, tmp_path, teacher=served.url)
+        served.breaks_off = True
+        with pytest.raises(ConnectionError, match=r"has broken an answer off \(finish_reason='abort'\). Start it"):
+            trainer._generate_and_score_completions([{}] * 8)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["guess"])
     larger = AutoModelForCausalLM.from_pretrained(folder)
