@@ -368,6 +368,11 @@ def naming_folder(
         if built or (within and not passed.keys() & {*within}):
             raise
         reason = " ".join(str(error).split())
+        if "vLLM config is not set" in reason:  # vLLM's own constructor, in a class of transformers
+            raise kind(
+                f"{source} cannot be loaded in this process any more: an evaluation with model_impl='transformers' has let "
+                "vLLM change the classes of transformers. Load it in another process, or evaluate with model_impl='vllm'."
+            ) from error
         if _NO_GPU.search(reason) and not torch.cuda.is_available():
             raise kind(
                 f"{source} cannot be loaded to a GPU, since PyTorch finds none here: {reason[:200]} Leave device_map unset "

@@ -114,6 +114,19 @@ def test_errors_that_are_not_the_folders_stay(tmp_path: Path) -> None:
         raise KeyError("of the user's own function")
 
 
+def test_a_class_that_vllm_has_changed_is_no_damaged_file() -> None:
+    """Its constructor asks for vLLM's configuration."""
+    with (
+        pytest.raises(
+            ValueError, match=r"^a/base cannot be loaded in this process any more: .*model_impl='transformers'"
+        ),
+        naming_folder("a/base"),
+    ):
+        raise AssertionError(
+            "Current vLLM config is not set. This typically means get_current_vllm_config() was called"
+        )
+
+
 @pytest.mark.parametrize("file", ["torch/utils/cpp_extension.py", "deepspeed/ops/op_builder/builder.py"])
 def test_an_extension_that_cannot_be_built_is_no_damaged_file(tmp_path: Path, file: str) -> None:
     """DeepSpeed builds its optimizer while transformers reads a checkpoint."""
