@@ -43,8 +43,7 @@ from agile_trainers.rollout.generators.vllm.engine import (
     sampling_fields,
     seed_of,
 )
-from agile_trainers.rollout.generators.vllm.health import Health
-from agile_trainers.rollout.generators.vllm.servers import NotServed, VllmServers
+from agile_trainers.rollout.generators.vllm.servers import Health, NotServed, VllmServers
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer, before environments are polled again."""
