@@ -52,7 +52,7 @@ class Mutation:
 ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
 SERVERS = "tests/rollout/test_vllm_servers.py"
-HEALTH = "tests/rollout/test_server_health.py"
+ENDED = "tests/rollout/test_server_health.py"
 STARTED = "tests/trainers/test_started_server.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
@@ -4618,16 +4618,16 @@ MUTATIONS = [
     Mutation(
         "a server that ends is waited for", "rollout/generators/vllm/servers.py",
         "requests.RequestException:\n        return True",
-        "requests.RequestException:\n        return False", HEALTH,
+        "requests.RequestException:\n        return False", ENDED,
     ),
     Mutation(
         "a slow server counts as one that has ended", "rollout/generators/vllm/servers.py",
         "requests.Timeout:\n        return False",
-        "requests.Timeout:\n        return True", HEALTH,
+        "requests.Timeout:\n        return True", ENDED,
     ),
     Mutation(
         "a server has ended when it refused twice at any time", "rollout/generators/vllm/servers.py",
-        "ended + 1 if self._has_ended() else 0", "ended + self._has_ended()", HEALTH,
+        "ended + 1 if self._has_ended() else 0", "ended + self._has_ended()", ENDED,
     ),
     Mutation(
         "a server that was started again is asked for an adapter that it lacks", "rollout/generators/vllm/servers.py",
@@ -4643,7 +4643,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a teacher's server that holds requests is waited for", "sampling/teacher_server.py",
-        'elif event.endswith(".receive_response_headers.started") and connections:', "elif False:", f"{HEALTH} -k teacher",
+        'elif event.endswith(".receive_response_headers.started") and connections:', "elif False:", f"{ENDED} -k teacher",
     ),
     Mutation(
         "a process that seems older than its parent goes on", "envs/isolation/process_tree.py",
