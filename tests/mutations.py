@@ -3196,6 +3196,11 @@ MUTATIONS = [
         "tests/test_cli_errors.py -k sigterm",
     ),
     Mutation(
+        "a broken pipe of the user's code is told as the output's", "cli/errors.py",
+        'if place.name == "on_broken_pipe":', "if isinstance(leaving.__context__, BrokenPipeError):",
+        "tests/test_cli_errors.py -k beside_a_pipe",
+    ),
+    Mutation(
         "an error at the end of updates hides the signal before it", "trainers/manual_loop.py",
         "                if trainer.control.should_training_stop:\n                    self.finish()\n        except",
         "            if trainer.control.should_training_stop:\n                self.finish()\n        except",
