@@ -3774,6 +3774,11 @@ MUTATIONS = [
         "tests/test_cli_eval.py -k before_the_first",
     ),
     Mutation(
+        "an environment without right answers is not told early", "cli/eval/command.py",
+        "if lacks_reference(modules, trajectory, options.reference):", "if False:",
+        "tests/test_cli_eval.py -k costs_no_other",
+    ),
+    Mutation(
         "an error on the way loses what was played", "cli/eval/command.py",
         "        if not played:\n", "        if True:\n", "tests/test_cli_eval.py -k on_the_way",
     ),
