@@ -1074,6 +1074,11 @@ MUTATIONS = [
         "        if value > LARGEST_CREDIT:", "        if False:", "tests/trainers/test_nonfinite.py -k too_large",
     ),
     Mutation(
+        "a rule's own columns are taken for targets of a critic", "step/credit.py",
+        "{TARGETS: credit.columns[TARGETS]} if TARGETS in credit.columns else {}", "credit.columns",
+        "tests/trainers/test_nonfinite.py -k own_columns",
+    ),
+    Mutation(
         "a turn's reward may be infinite", "step/credit.py",
         "if rewards == math.inf:", "if False:", "tests/trainers/test_nonfinite.py -k turns_reward",
     ),
