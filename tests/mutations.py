@@ -2542,6 +2542,10 @@ MUTATIONS = [
         r"(?=\s*[\d.(\[{\\])", r"(?=[\d(\[{\s])", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
+        "an unknown before a sign and a space is a product", "envs/questions/answers.py",
+        r"(?=\s+[-+][\d.", r"(?=\s+[-+]\s*[\d.", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
         "a mixed number is read as a product", "envs/questions/answers.py",
         "if extended and _MIXED.search(text):", "if False:", "tests/envs/test_grading.py -k arithmetic",
     ),
