@@ -1142,6 +1142,11 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k biases",
     ),
     Mutation(
+        "a set inside of an option's set follows the hash seed", "checkpoints/resuming.py",
+        "else stable_text(item) for item in value", "else str(item) for item in value",
+        "tests/trainers/test_resume.py -k alike",
+    ),
+    Mutation(
         "a batch has columns of any value", "checkpoints/resuming.py",
         "(acts and name in _OF_THE_BATCH)", "False", "tests/trainers/test_resume.py -k columns_of",
     ),
@@ -2402,6 +2407,11 @@ MUTATIONS = [
     Mutation(
         "half a surrogate pair of a tool call reaches the tokenizer", "records/plain.py",
         "plain_text(json.dumps(Plain(LARGEST", "str(json.dumps(Plain(LARGEST", "tests/envs/test_env_checker.py -k surrogate",
+    ),
+    Mutation(
+        "one of two keys that become equal is lost", "records/plain.py",
+        "return plain_text(text)  # by", "return text  # by",
+        "tests/envs/test_env_checker.py -k would_be_shortened",
     ),
     Mutation(
         "arrays are told apart by their texts", "records/plain.py",
