@@ -479,9 +479,8 @@ def _play_all(
 
                 def ended(trajectory: Trajectory, shown: Any = shown, environment: str = task.environment) -> None:
                     shown(trajectory)
-                    if lacks_reference(
-                        modules, trajectory, options.reference
-                    ):  # said while there is time to correct it
+                    # Said while there is time to correct it.
+                    if lacks_reference(modules, trajectory, options.reference):
                         logger.warning(_NO_ANSWER, environment, options.reference)
 
                 results = evaluate_policy(
