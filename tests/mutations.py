@@ -1075,6 +1075,11 @@ MUTATIONS = [
         "        if value > LARGEST_CREDIT:", "        if False:", "tests/trainers/test_nonfinite.py -k too_large",
     ),
     Mutation(
+        "a rule's own columns are taken for targets of a critic", "step/credit.py",
+        "{TARGETS: credit.columns[TARGETS]} if TARGETS in credit.columns else {}", "credit.columns",
+        "tests/trainers/test_nonfinite.py -k own_columns",
+    ),
+    Mutation(
         "a turn's reward may be infinite", "step/credit.py",
         "if rewards == math.inf:", "if False:", "tests/trainers/test_nonfinite.py -k turns_reward",
     ),
@@ -1136,6 +1141,11 @@ MUTATIONS = [
         "the reference has trained biases", "trainers/reference.py",
         'check_bias(model.peft_config[POLICY], "policy and reference")', "pass",
         "tests/trainers/test_batches_ahead.py -k biases",
+    ),
+    Mutation(
+        "a set inside of an option's set follows the hash seed", "checkpoints/resuming.py",
+        "else stable_text(item) for item in value", "else str(item) for item in value",
+        "tests/trainers/test_resume.py -k alike",
     ),
     Mutation(
         "a batch has columns of any value", "checkpoints/resuming.py",
@@ -2400,6 +2410,11 @@ MUTATIONS = [
         "plain_text(json.dumps(Plain(LARGEST", "str(json.dumps(Plain(LARGEST", "tests/envs/test_env_checker.py -k surrogate",
     ),
     Mutation(
+        "one of two keys that become equal is lost", "records/plain.py",
+        "return plain_text(text)  # by", "return text  # by",
+        "tests/envs/test_env_checker.py -k would_be_shortened",
+    ),
+    Mutation(
         "arrays are told apart by their texts", "records/plain.py",
         'if isinstance(value, bytes) or callable(getattr(value, "tobytes", None)):', "if False:",
         "tests/evaluation/test_comparison.py -k different_rows",
@@ -2536,6 +2551,10 @@ MUTATIONS = [
     Mutation(
         "an unknown before a sign is a product", "envs/questions/answers.py",
         r"(?=\s*[\d.(\[{\\])", r"(?=[\d(\[{\s])", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
+        "an unknown before a sign and a space is a product", "envs/questions/answers.py",
+        r"(?=\s+[-+][\d.", r"(?=\s+[-+]\s*[\d.", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
         "a mixed number is read as a product", "envs/questions/answers.py",
@@ -3197,6 +3216,11 @@ MUTATIONS = [
         "tests/test_cli_errors.py -k sigterm",
     ),
     Mutation(
+        "a broken pipe of the user's code is told as the output's", "cli/errors.py",
+        'if place.name == "on_broken_pipe":', "if isinstance(leaving.__context__, BrokenPipeError):",
+        "tests/test_cli_errors.py -k beside_a_pipe",
+    ),
+    Mutation(
         "an error at the end of updates hides the signal before it", "trainers/manual_loop.py",
         "                if trainer.control.should_training_stop:\n                    self.finish()\n        except",
         "            if trainer.control.should_training_stop:\n                self.finish()\n        except",
@@ -3768,6 +3792,11 @@ MUTATIONS = [
         "environments of an evaluation are tried when they are played", "evaluation/policy.py",
         "        _tried_engine(model, tokenizer, pool, options, specs)\n", "        pass\n",
         "tests/test_cli_eval.py -k before_the_first",
+    ),
+    Mutation(
+        "an environment without right answers is not told early", "cli/eval/command.py",
+        "if lacks_reference(modules, trajectory, options.reference):", "if False:",
+        "tests/test_cli_eval.py -k costs_no_other",
     ),
     Mutation(
         "an error on the way loses what was played", "cli/eval/command.py",

@@ -389,6 +389,43 @@ def test_a_reader_that_goes_while_training_runs_is_named(
         assert "nothing reads the output any more (a closed pipe), which ended training" in capsys.readouterr().err
 
 
+def test_an_exit_beside_a_pipe_that_broke_keeps_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a reward function's helper process, which SIGTERM ends too; the output may have lost its reader by then."""
+
+    def train(code: int) -> None:
+        Progress.training = True
+        try:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        except BrokenPipeError as error:
+            raise SystemExit(code) from error
+
+    assert guard("grpo", lambda: train(3), debug=False) == 3
+    said = capsys.readouterr().err
+    assert "training was ended by SystemExit: 3" in said and "nothing reads" not in said
+    for stream in (sys.stdout, unread(monkeypatch)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as stop:
+            guard("grpo", lambda: train(TERMINATED), debug=False)
+        assert stop.value.code == TERMINATED and "nothing reads" not in capsys.readouterr().err
+    with stream:
+        print("written to nothing")  # as Python does at its end, with exit code 120 if it fails
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_whose_output_is_closed_is_done(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `>&-`, and by some service managers: a finished run failed at its end."""
+
+    def mistaken() -> None:
+        raise ValueError("x must be 1")
+
+    for run in (lambda: print("all is well"), mistaken):
+        monkeypatch.setattr(sys, closed, None)
+        assert guard("grpo", run, debug=False) == (2 if run is mistaken else 0)
+        getattr(sys, closed).close()
+
+
 @pytest.mark.parametrize(
     "size", ["600k", pytest.param("2m", marks=pytest.mark.slow)], ids=["the model", "the optimizer"]
 )

@@ -310,8 +310,8 @@ def test_a_metric_that_fails_does_not_lose_the_episodes(
     assert main(["eval", str(model), *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     error = " ".join(printed.err.split())
-    assert "answer_match needs references, but 1 episodes have none." in error and "with `reference`" in error
-    assert not list((tmp_path / "out").glob("eval-*/results.json")), "the first episode ends it"
+    assert "guess_number: The metric answer_match needs references, but 4 episodes have none." in error
+    assert "with `reference`" in error and len(list((tmp_path / "out").glob("eval-*/results.json"))) == 1
     assert main(["eval", str(model), *map(str, arguments), "--reference", "secret"]) == 0
     assert "answer_match" in capsys.readouterr().out and "success_rate" in (model / "README.md").read_text()
     rows = [{"question": "2+2?", "answer": answer} for answer in ("4", "4", None, None)]
@@ -328,7 +328,31 @@ def test_a_metric_that_fails_does_not_lose_the_episodes(
     assert main(["eval", str(model), *map(str, arguments), "--dataset_name", str(tmp_path / "rows.jsonl")]) == 2
     printed = capsys.readouterr()
     assert "needs references, but 2 episodes have none" in " ".join(printed.err.split()) and "return" in printed.out
-    assert len(list((tmp_path / "out").glob("eval-*/results.json"))) == 2, "a later episode loses none before it"
+    assert len(list((tmp_path / "out").glob("eval-*/results.json"))) == 3
+
+
+class Answered(Sums):
+    def step(self, action: str) -> Any:
+        return *super().step(action)[:-1], {"answer": "2"}
+
+
+def test_an_environment_without_right_answers_costs_no_other(
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was said at its first episode, which ended everything."""
+    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'agile-trainers[eval]'")
+    model, (with_it, without) = str(embedded_model), (f"{__name__}:{name}" for name in ("Answered", "Sums"))
+    command = ["eval", model, "--against", model, "--environment", without, with_it, "--metric", "answer_match"]
+    assert main([*command, "--episodes", "2", "--max_new_tokens", "1", "--no_card", "--output_dir", str(tmp_path)]) == 2
+    assert f"{without}: The metric answer_match needs references, but 2" in " ".join(capsys.readouterr().err.split())
+    assert caplog.text.count("has no right answer") == caplog.text.count(f"{without} has no right answer 'answer'") == 1
+    (path,) = tmp_path.glob("eval-*/results.json")
+    first, second = json.loads(path.read_text())["environments"]
+    assert [[each["metrics"] for each in one["policies"]] for one in (first, second)] == [
+        [{}] * 2,
+        [{"answer_match": 0}] * 2,
+    ]
+    assert len(first["comparisons"]) == len(second["comparisons"]) == 1
 
 
 class Broken(Sums):

@@ -17,8 +17,7 @@ from agile_trainers.config.rules import (
     weighs_decisions_with,
 )
 from agile_trainers.objectives.returns import explained_variance, gae, vtrace_targets
-from agile_trainers.step.credit import Credit, CreditInputs
-from agile_trainers.step.critic import TARGETS
+from agile_trainers.step.credit import TARGETS, Credit, CreditInputs
 
 
 @with_args

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.checkpoints.disclosure import differences
+from agile_trainers.records.plain import stable_text
 
 _BOOKKEEPING = (
     "accelerator_config", "batch_eval", "critic_start", "data", "ddp_", "debug", "deepspeed", "disable_tqdm", "do_",
@@ -66,10 +67,13 @@ class OptionChanges:
 def recorded_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the options that affect learning, as JSON types, without paths and addresses."""
     chosen = {f.name: getattr(args, f.name) for f in fields(args) if not f.name.startswith(_BOOKKEEPING)}
-    # A set has another order in each process.
-    return json.loads(
-        json.dumps(chosen, default=lambda one: sorted(map(str, one)) if isinstance(one, (set, frozenset)) else str(one))
-    )
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):  # it has another order in each process
+            return sorted(item if isinstance(item, str) else stable_text(item) for item in value)
+        return str(value)
+
+    return json.loads(json.dumps(chosen, default=shown))
 
 
 def compare_options(

@@ -65,6 +65,9 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         Exception: Any error while training runs, and types other than ``MISTAKES``.
     """
     Progress.training, Progress.debug = False, debug
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a closed one, as of some service managers (`>&-`)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
     try:
         status = run() or 0
         sys.stdout.flush()
@@ -73,12 +76,12 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
         return 130
     except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # rich's, which exits where nothing reads its output
+        place = traceback.extract_tb(leaving.__traceback__)[-1]
+        if place.name == "on_broken_pipe":  # rich's, which exits where nothing reads its output
             return _unread(command)
         # --help or a wrong option; or SIGTERM, of which an error after it was told (`GracefulStop.pass_on`).
         if not Progress.training or leaving.code == _TERMINATED:
             raise
-        place = traceback.extract_tb(leaving.__traceback__)[-1]
         print(
             wrapped(
                 f"agile-trainers {command}: error: training was ended by SystemExit: {leaving.code} ({place.filename}, line "
@@ -97,11 +100,14 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
             print(wrapped(f"agile-trainers {command}: error: {message(error)}"), file=sys.stderr)
             print("(--debug shows where it was raised)", file=sys.stderr)
         return code or 2
+    finally:
+        if _is_unread():  # what is left in its buffer would be an error at the end of Python, with exit code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_unread() -> bool:
     """Return whether standard output is a pipe whose reader has gone."""
-    with suppress(OSError, ValueError):  # standard output is no file
+    with suppress(OSError, ValueError, TypeError):  # standard output is no file
         output = select.poll()
         output.register(sys.stdout, 0)
         return any(event & select.POLLERR for _, event in output.poll(0))
@@ -109,8 +115,7 @@ def _is_unread() -> bool:
 
 
 def _unread(command: str) -> int:
-    """Write to no pipe that nothing reads any more, say so if training ended by it, and return the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Say that nothing reads the output if training ended by it, and return the exit code."""
     if Progress.training:
         print(
             f"agile-trainers {command}: error: nothing reads the output any more (a closed pipe), which ended training. "

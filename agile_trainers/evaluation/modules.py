@@ -124,20 +124,16 @@ def _answer(trajectory: Trajectory, reference: str) -> tuple[str, Any]:
     return final_answer(trajectory.turns[trajectory.last].text) if trajectory.turns else "", right
 
 
-def check_reference(modules: Sequence[Any], trajectory: Trajectory, reference: str = REFERENCE) -> None:
-    """Refuse an episode without the right answer that a module needs, so that not all are played before that is known.
+def lacks_reference(modules: Sequence[Any], trajectory: Trajectory, reference: str = REFERENCE) -> bool:
+    """Return whether an episode lacks the right answer that a module needs, which then cannot be computed.
 
     Args:
         modules: Of :func:`load_metrics`.
         trajectory: An episode.
         reference: Name of the right answer.
-
-    Raises:
-        ValueError: If a module needs references, and the episode has none.
     """
-    for module in modules:
-        if "references" in module._feature_names():
-            _check_column("references", {"references": [_answer(trajectory, reference)[1]]}, module.name, reference)
+    needs = any("references" in module._feature_names() for module in modules)
+    return needs and not trajectory.stop_reason.failed and _answer(trajectory, reference)[1] is None
 
 
 def _check_column(name: str, columns: dict[str, list[Any]], metric: str, reference: str) -> None:

@@ -23,7 +23,8 @@ _DEEPEST = 20
 _NESTED = 100
 """Nesting levels of JSON that is read."""
 LARGEST, DEEPEST_MESSAGE = 1_000_000, 120
-"""Items and nesting levels of data that is copied whole: arguments of a tool call may have :data:`_NESTED`."""
+"""Items, or characters of one that JSON does not know, and nesting levels of data that is copied whole: arguments of a tool
+call may have :data:`_NESTED`."""
 LARGEST_JSON = 2**30
 """Bytes of a file of JSON that is read; one that is a hole has no size on the disk."""
 _LONGEST_TEXT = 10_000
@@ -96,19 +97,20 @@ class Plain:
         return f"<{type(value).__name__}: left out>"
 
     def _text(self, value: Any) -> str:
-        if self._whole and isinstance(value, str):
-            return str.__str__(value)
-        text = _text(value)
-        if self._whole and len(text) == _LONGEST_TEXT:
-            raise TooLargeError(f"have a {type(value).__name__} whose text has {_LONGEST_TEXT:,} characters or more")
-        return text
+        if not self._whole:
+            return _text(value)
+        text = value if isinstance(value, str) else _text(value, LARGEST + 1)
+        if text is not value and len(text) > LARGEST:
+            raise TooLargeError(f"have a {type(value).__name__} whose text has more than {LARGEST:,} characters")
+        return plain_text(text)  # by which keys may become equal
 
 
 def whole_copy(value: Any) -> Any:
     """Copy data as JSON holds it, with texts as :func:`plain_text`; what JSON does not know (NaN too) becomes its ``str``.
 
     Raises:
-        TooLargeError: If it has more than :data:`LARGEST` items or :data:`DEEPEST_MESSAGE` nesting levels, or holds itself.
+        TooLargeError: If it has more than :data:`LARGEST` items or :data:`DEEPEST_MESSAGE` nesting levels, holds itself, has
+            two keys of one text, or a value that JSON does not know with more than :data:`LARGEST` characters.
     """
     try:
         return json.loads(
@@ -316,9 +318,9 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, longest: int = _LONGEST_TEXT) -> str:
     try:
-        return str(value)[:_LONGEST_TEXT]
+        return str(value)[:longest]
     except BaseException as error:
         pass_on_interrupt(error)
         return f"<{type(value).__name__}: its str raises {type(error).__name__}>"

@@ -16,6 +16,8 @@ from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.train_batch import gather_rows
 from agile_trainers.types import TurnBatch
 
+TARGETS = "value_targets"
+"""Name of the column that a credit rule with a critic returns: (B, K), the targets of V(s_k)."""
 LARGEST_CREDIT = torch.finfo(torch.float32).max ** 0.5
 """Largest advantage, and largest target of a critic, that can be trained on."""
 
@@ -175,7 +177,8 @@ class CreditAssignment:
             credit.advantages = credit.advantages + (
                 judged.demonstrated if bound is None else judged.demonstrated.clamp(max=bound)
             )
-        sizes = {"rewards": turns.rewards, "advantages": credit.advantages, **credit.columns}
+        sizes = {"rewards": turns.rewards, "advantages": credit.advantages}
+        sizes |= {TARGETS: credit.columns[TARGETS]} if TARGETS in credit.columns else {}  # others are a rule's own
         largest = [values.abs().amax().double() for values in sizes.values()]
         zero, *found = torch.stack([judged.zero.double().mean(), *largest]).tolist()  # one wait for the GPU
         if not self._args.groupless:

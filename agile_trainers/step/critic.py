@@ -23,7 +23,7 @@ from agile_trainers.objectives.returns import token_gae, value_errors
 from agile_trainers.objectives.segments import first_tokens, pool_to_turns, spread_to_tokens, turn_lengths
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
-from agile_trainers.step.credit import Credit, CreditInputs, TurnWeights, own_turns
+from agile_trainers.step.credit import TARGETS, Credit, CreditInputs, TurnWeights, own_turns
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import Batch, TrainBatch, gather_rows, length_sorted_batches, own_rows, paths_of
@@ -31,8 +31,6 @@ from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
 
-TARGETS = "value_targets"
-"""Name of the column that a credit rule with a critic returns: (B, K), the targets of V(s_k)."""
 TargetsOf = Callable[[CreditInputs], torch.Tensor]
 """The targets (R, K) of some rows, from their values before the update."""
 

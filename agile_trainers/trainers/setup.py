@@ -62,8 +62,8 @@ from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.sampling.vllm_checks import compute_dtype
 from agile_trainers.step.ahead import BatchesAhead, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import BatchMaker
-from agile_trainers.step.credit import CreditAssignment, TurnMeans
-from agile_trainers.step.critic import TARGETS, Critic, NoCritic, attach_critic
+from agile_trainers.step.credit import TARGETS, CreditAssignment, TurnMeans
+from agile_trainers.step.critic import Critic, NoCritic, attach_critic
 from agile_trainers.step.draws import EpisodeDraws
 from agile_trainers.step.dropout import is_noisy, switch_off_noise
 from agile_trainers.step.log_probs import LogProbPasses, Models, TokenLogProbs

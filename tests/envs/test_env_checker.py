@@ -128,6 +128,11 @@ def test_a_message_is_copied_whole(arguments: Any) -> None:
     assert found == messages and found[0]["tool_calls"] is not messages[0]["tool_calls"]
 
 
+def test_an_object_in_a_message_is_its_whole_text() -> None:
+    (call,) = validate_context(calling({"screen": b"x" * 20_000}), "context()")[0]["tool_calls"]
+    assert call["function"]["arguments"]["screen"] == str(b"x" * 20_000)
+
+
 def test_no_half_of_a_surrogate_pair_is_in_a_message() -> None:
     """A model can write one into the arguments of a call; no tokenizer encodes it, which ended the run."""
     (call,) = validate_context(calling({"a\ud800": ["\udfff", "\ud83d\ude00é"]}), "context()")[0]["tool_calls"]
@@ -145,8 +150,9 @@ LOOP.append(LOOP)
         (chain(120), "more than 120 levels"),
         (LOOP, "hold themselves"),
         ({"large": 10**5000}, "cannot be written: Exceeds the limit"),
-        ({"object": type("Long", (), {"__str__": lambda _: "x" * 10_001})()}, "10,000 characters"),
+        ({"object": type("Long", (), {"__str__": lambda _: "x" * 1_000_001})()}, "more than 1,000,000 characters"),
         ({1: "a", "1": "b"}, "two keys of an object with one text"),
+        (dict.fromkeys(["\ud800", "\ud801"]), "two keys of an object with one text"),
     ],
 )
 def test_a_message_that_would_be_shortened_is_refused(arguments: Any, words: str) -> None:

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from checkpointed_runs import SAVING, assert_same, make, weights
 from games import Chatter, make_trainer
 from ppo_games import make_ppo
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from agile_trainers import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.integrity import newest_complete
 from agile_trainers.monitor.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
+from agile_trainers.step.credit import TARGETS, Credit, CreditAssignment, CreditInputs, Judged
 
 RUN = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
@@ -135,6 +138,24 @@ def test_rewards_too_large_for_the_loss_are_named_before_it(embedded_model, tmp_
     trainer = make_one(embedded_model, tmp_path, environment=Lottery)
     with pytest.raises(ValueError, match=r"turns reach 1e\+38 and (advantages|value_targets) .*Divide the rewards"):
         trainer.train()
+
+
+def test_a_rules_own_columns_may_hold_anything(tmp_path):
+    """Infinite numbers for turns that do not count, or no numbers: only what the loss squares is bounded."""
+    mask = torch.tensor([[True, True], [True, False]])
+    rewards, none = mask.float(), torch.zeros(2, dtype=torch.int64)
+    turns = CreditInputs(rewards, mask, none.bool(), mask.long(), mask.long(), none)
+    columns = {"seen": rewards > 0.5, "log_prior": torch.where(mask, 0.0, -inf), "place": mask.long()}
+    judged = Judged(turns, Credit(rewards - 0.5, {}, columns), zero=torch.zeros(1, dtype=torch.bool))
+    assign = CreditAssignment(
+        lambda _: judged.credit,
+        MultiTurnGRPOConfig(bf16=False, use_cpu=True, output_dir=str(tmp_path)),
+        Accelerator(cpu=True),
+    )
+    assert assign.finish(judged).columns == columns
+    columns[TARGETS] = rewards * 1e38
+    with pytest.raises(ValueError, match="value_targets 1e"):
+        assign.finish(judged)
 
 
 def test_a_turns_reward_that_leaves_float32_is_named(embedded_model, tmp_path):

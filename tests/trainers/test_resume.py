@@ -89,6 +89,8 @@ def test_a_set_is_recorded_alike_in_each_process():
     kind = make_dataclass("Arguments", ["modules", "inside", "path"])
     found = recorded_options(kind({*names}, {"modules": frozenset(names)}, Path("a")))
     assert found == {"modules": sorted(names), "inside": {"modules": sorted(names)}, "path": "a"}
+    (inside,) = recorded_options(kind({frozenset(names)}, None, None))["modules"]
+    assert inside == f"frozenset({{{str(sorted(names))[1:-1]}}})"
 
 
 def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):

@@ -43,7 +43,7 @@ from agile_trainers.evaluation import (
     evaluate_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
-from agile_trainers.evaluation.modules import REFERENCE, check_reference, compute_metrics, load_metrics
+from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, lacks_reference, load_metrics
 from agile_trainers.evaluation.panels import EpisodePanel, check_panel, check_starts, read_panel, sealed, sources
 from agile_trainers.evaluation.policy import check_evaluation, is_quantized, load_model, load_shapes, recorded_settings
 from agile_trainers.evaluation.results import reported_together
@@ -54,6 +54,8 @@ from agile_trainers.rollout.episode_options import LIMITS
 from agile_trainers.rollout.seeds import COLUMN
 from agile_trainers.types import Trajectory
 
+logger = logging.get_logger(__name__)
+
 _ABOUT = (
     "Plays episodes with a policy, and compares it with others that play the same episodes. MODEL is the folder or Hub id "
     "of a model, a checkpoint or a LoRA adapter. Limits and sampling that are not given are those that it was trained with, "
@@ -63,6 +65,11 @@ _JSON = ("chat_template_kwargs", "environment_limits")
 _EPISODES = 500
 _SAMPLING = tuple(one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings"))
 """Sampling settings that are numbers."""
+
+_NO_ANSWER = (
+    "An episode of %s has no right answer %r in its data set row or the environment's information: --metric will have no "
+    "values there. Name the right answer with --reference."
+)
 
 
 @dataclass(frozen=True)
@@ -469,13 +476,12 @@ def _play_all(
         for number, task in enumerate(tasks):
             name = names[place]
             with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as shown:
-                sound: list[Trajectory] = []
 
-                def ended(trajectory: Trajectory, shown: Any = shown, sound: list[Trajectory] = sound) -> None:
+                def ended(trajectory: Trajectory, shown: Any = shown, environment: str = task.environment) -> None:
                     shown(trajectory)
-                    if not sound and not trajectory.stop_reason.failed:  # a later one must not lose those before
-                        check_reference(modules, trajectory, options.reference)
-                        sound.append(trajectory)
+                    # Said while there is time to correct it.
+                    if lacks_reference(modules, trajectory, options.reference):
+                        logger.warning(_NO_ANSWER, environment, options.reference)
 
                 results = evaluate_policy(
                     policy, tokenizer, task.factory, task.episodes, rows=task.rows, seed=options.seed,
@@ -491,7 +497,7 @@ def _play_all(
                     given = {"reference": options.reference, "trust_remote_code": options.trust_remote_code}
                     metrics = compute_metrics(options.metric, results, **given)
             except ValueError as error:  # the episodes are played; the error is raised after they are reported
-                errors.append(error)
+                errors.append(ValueError(f"{name} in {task.environment}: {error}"))
             played.setdefault(task.environment, []).append(Played(name, results, _plain(metrics), records))
 
     try:

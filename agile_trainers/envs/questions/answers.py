@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"([-+]?)((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE
 _FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))", re.ASCII)
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
 _DOLLAR = re.compile(r"(?<![^-+*/(\s])\\?\$\s*(?=[-+.(\d\\])", re.ASCII)
-_MIXED = re.compile(r"\d[\s{]*\\[dt]?frac")
+_MIXED = re.compile(r"(?:\d[\s{]*|(?:^|[-+*/(\[])[\s{]*\d+[\s{}]*)\\[dt]?frac")  # not (3)\frac or 2^{3}\frac
 _THIN_SPACES = re.compile(r"\\[,;! ]|~|\{,\}")
 
 
@@ -245,7 +245,7 @@ _SPELLINGS = (
     (r"\\div(?![a-zA-Z])", " / "),
     (r"\\(?:left|right|displaystyle|[Bb]igg?[lr]?)(?![a-zA-Z])", ""),
     (r"\\[,;! ]|~", " "),
-    (r"(?<=[\d)\]}\s])[xX](?=\s*[\d.(\[{\\])", "*"),  # 2x + 6 has an unknown
+    (r"(?<=[\d)\]}\s])[xX](?=\s*[\d.(\[{\\])|(?<=\s)[xX](?=\s+[-+][\d.(\[{\\])", "*"),  # 2 x -6; 2x + 6 has an unknown
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
