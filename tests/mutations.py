@@ -456,7 +456,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy is exported with the fitness of another", "populations/population.py",
-        "if steps != trained.steps:", "if False:", f"{POPULATION} -k exported_with",
+        "if (of, steps) != (trained.member, trained.steps):", "if False:", f"{POPULATION} -k exported_with",
     ),
     Mutation(
         "checkpoints of other processes' members are deleted", "populations/population.py",

@@ -32,6 +32,7 @@ from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, super
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError
+from agile_trainers.populations import PopulationError
 from agile_trainers.records.reader import open_records
 from agile_trainers.types import Image, StopReason, Trajectory, Turn
 
@@ -596,6 +597,20 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit, match="2"):
             main(["chain", str(file), "--dry-run"])
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_population_that_is_refused_is_no_crash(
+    pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PopulationError("it holds another population")
+
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    monkeypatch.setattr(chain, "run_pipeline", refused)
+    with pytest.raises(SystemExit, match="2"):
+        main(["chain", str(path)])
+    assert "chain: error: it holds another population" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_said_before_anything_is_played(

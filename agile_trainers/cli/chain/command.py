@@ -76,6 +76,7 @@ from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
 from agile_trainers.monitor.progress import PROGRESS, showing
+from agile_trainers.populations import PopulationError
 from agile_trainers.populations.lineage import FILE, Lineage
 from agile_trainers.records.writer import RecordWriter, digest_of, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
@@ -639,7 +640,7 @@ def main(argv: Sequence[str]) -> None:
                         "row per log, the same with columns of TRL, or every metric of a log in one line, as transformers "
                         "prints it")  # fmt: skip
     options = parser.parse_args(argv)
-    with mistakes_of_options(parser, PipelineError, YAMLFileError):
+    with mistakes_of_options(parser, PipelineError, PopulationError, YAMLFileError):
         pipeline = read_pipeline(options.pipeline)
         # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)
