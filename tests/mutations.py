@@ -457,7 +457,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy is exported with the fitness of another", "populations/population.py",
-        "if steps != trained.steps:", "if False:", f"{POPULATION} -k exported_with",
+        "if (of, steps) != (trained.member, trained.steps):", "if False:", f"{POPULATION} -k exported_with",
     ),
     Mutation(
         "checkpoints of other processes' members are deleted", "populations/population.py",
@@ -3203,6 +3203,32 @@ MUTATIONS = [
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
         "raise SystemExit(TERMINATED) from error", "return", "tests/trainers/test_stopping.py -k saves",
+    ),
+    Mutation(
+        "a lost result of a round is made of later weights", "populations/population.py",
+        "if max(steps, default=0) > one.end:", "if False:", "tests/populations/test_population.py -k later_weights",
+    ),
+    Mutation(
+        "a round that others were decided by is played again", "populations/population.py",
+        "        if self._round(number + 1).is_dir():\n", "        if False:\n",
+        "tests/populations/test_population.py -k later_weights",
+    ),
+    Mutation(
+        "a signal in a garbage collection is lost", "cli/errors.py",
+        "    sys.unraisablehook = send_again\n", "", "tests/test_cli_errors.py -k wherever",
+    ),
+    Mutation(
+        "an interrupted evaluation loses what was played", "cli/eval/command.py",
+        "except (Exception, KeyboardInterrupt) as error:", "except Exception as error:",
+        "tests/test_cli_eval.py -k on_the_way",
+    ),
+    Mutation(
+        "starts that never were solved are called lost", "evaluation/diagnosis.py",
+        'still = abs(history.errors("success")) <= ERRORS', "still = False", "tests/evaluation/test_diagnosis.py",
+    ),
+    Mutation(
+        "starts that are lost from the first batches on are not told", "evaluation/diagnosis.py",
+        'still = abs(history.errors("success")) <= ERRORS', "still = True", "tests/evaluation/test_diagnosis.py",
     ),
     Mutation(
         "an error hides the signal before it", "checkpoints/stopping.py",

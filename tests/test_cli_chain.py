@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from io import StringIO
@@ -23,7 +24,7 @@ from cards import cards_of
 from chain_files import lineage, pairs
 from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from agile_trainers.checkpoints import stopping
 from agile_trainers.cli.chain import command as chain
@@ -31,6 +32,7 @@ from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline, super
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError
+from agile_trainers.populations import PopulationError
 from agile_trainers.records.reader import open_records
 from agile_trainers.types import Image, StopReason, Trajectory, Turn
 
@@ -144,12 +146,14 @@ def test_a_stage_killed_after_its_last_step_takes_no_further_one(pipeline: dict,
     assert not (folder / "checkpoint-3").exists()
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_continues(
-    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(stopping.logger, "warning", lambda text, *values, **_: said.append(text % values))
-    first = {**pipeline["stages"][2], "name": "first", "max_wall_seconds": 1e-9}
+    (given,) = (stage for stage in pipeline["stages"] if stage["algorithm"] == algorithm)
+    first = {**given, "name": "first", "max_wall_seconds": 1e-9}
     chained = pipeline | {"stages": [first, {**first, "name": "second", "max_wall_seconds": None}]}
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
     assert [row["name"] for row in rows] == ["start"] and not (
@@ -163,6 +167,46 @@ def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_contin
     first["max_wall_seconds"] = 1e-8  # its last step
     rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
     assert [row["name"] for row in rows] == ["start", "first", "second"]
+
+
+def test_sigterm_in_a_stage_of_trls_trainers_saves_a_checkpoint(
+    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalled(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    said: list[str] = []
+    monkeypatch.setattr(chain, "Started", Signalled)
+    monkeypatch.setattr(stopping.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(stopping.logger, "warning", lambda text, *values, **_: said.append(text % values))
+    parsed = parse_pipeline(pipeline | {"stages": [{**pipeline["stages"][0], "save_steps": 500}]})
+    with pytest.raises(SystemExit) as stop:
+        chain._train(parsed, parsed.stages[0], parsed.model, QUIET, "table")
+    assert stop.value.code == 143 and (tmp_path / "chain/sft/checkpoint-1/complete.json").is_file()
+    assert said[-1] == "Terminated: stopped at step 1; running the same again goes on from there."
+
+
+def test_a_damaged_cache_of_an_evaluation_is_made_anew(
+    pipeline: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    played = SimpleNamespace(metrics={"return": 1.0, "episodes": 3.0, "turns": 2.0})
+    monkeypatch.setattr(chain, "evaluate_policy", lambda *args, **kwargs: played)
+    monkeypatch.setattr(chain.logger, "warning", lambda text, *values: said.append(text % values))
+    pipeline["options"]["log_rollouts"] = 0
+    parsed, scores = parse_pipeline(pipeline), {"return": 1.0, "episodes": 3.0}
+    path = tmp_path / "evaluation.json"
+    assert chain.evaluate_stage(parsed, "model", tmp_path, {}) == scores and not said
+    whole = json.loads(path.read_text())
+    monkeypatch.setattr(chain, "evaluate_policy", lambda *args, **kwargs: 1 / 0)
+    assert chain.evaluate_stage(parsed, "model", tmp_path, {}) == scores
+    monkeypatch.setattr(chain, "evaluate_policy", lambda *args, **kwargs: played)
+    for metrics in (None, {"return": "1.0"}, {"return": 1.0, "environments": [1]}):
+        path.write_text(json.dumps({**whole, "metrics": metrics}) if metrics else "")
+        assert chain.evaluate_stage(parsed, "model", tmp_path, {}) == scores and json.loads(path.read_text()) == whole
+        assert str(path) in said[-1] and said[-1].endswith(" The evaluation is played again.")
+    assert len(said) == 3
 
 
 def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline: dict, tmp_path: Path) -> None:
@@ -342,7 +386,9 @@ def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None
     folder = tmp_path / "chain" / "dpo"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(chain.PipelineError, match="dpo is not empty and is not a stage"):
+    with pytest.raises(
+        chain.PipelineError, match=r"dpo is not empty and is not a stage.*, restore the file, or remove"
+    ):
         chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     assert [path.name for path in (tmp_path / "chain").rglob("*")] == ["dpo", "thesis.txt"]
 
@@ -551,6 +597,20 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit, match="2"):
             main(["chain", str(file), "--dry-run"])
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_population_that_is_refused_is_no_crash(
+    pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PopulationError("it holds another population")
+
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    monkeypatch.setattr(chain, "run_pipeline", refused)
+    with pytest.raises(SystemExit, match="2"):
+        main(["chain", str(path)])
+    assert "chain: error: it holds another population" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_said_before_anything_is_played(

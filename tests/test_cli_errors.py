@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -279,6 +282,53 @@ def test_sigterm_with_an_error_after_it_is_no_exit_of_the_code(monkeypatch: pyte
     with pytest.raises(SystemExit) as stop:
         guard("grpo", train, debug=False)
     assert stop.value.code == 143
+
+
+class Collected:
+    """Gets a signal while it is collected, where Python drops what the handler raises."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.itself = number, self
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, r"terminated \(SIGTERM\)")],
+)
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_signal_ends_a_command_wherever_it_falls(
+    number: int, status: int, said: str, collected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+
+    def run() -> None:
+        Collected(number)
+        if collected:
+            gc.collect()
+        else:
+            signal.raise_signal(number)
+        for _ in range(300):
+            time.sleep(0.1)
+
+    assert guard("chain", run, debug=False) == status
+    assert re.fullmatch(rf"\nagile-trainers: {said}, running the same again goes on\n", capsys.readouterr().err)
+    assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
+
+
+def test_a_fork_of_a_command_ends_by_sigterm_as_any_process() -> None:
+    def run() -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(3)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert guard("eval", run, debug=False) == -signal.SIGTERM
 
 
 def test_before_training_an_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:

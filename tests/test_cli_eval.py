@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -361,13 +362,15 @@ class Broken(Sums):
 
 
 class Leaves(Sums):
-    """Is away after some resets, and says nothing at first."""
+    """Is away after some resets, or gets a signal, and says nothing at first."""
 
-    resets = 0
+    resets, signal = 0, 0
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         Leaves.resets += 1
         if Leaves.resets > 7:  # two tries, and a try and four episodes of the first policy
+            if Leaves.signal:
+                signal.raise_signal(Leaves.signal)
             raise ConnectionError("the server is away")
         return "", {}
 
@@ -421,16 +424,22 @@ def test_what_cannot_be_played_is_told_before_the_first_episode(
     assert not list((tmp_path / "out").glob("**/*")), "nothing was played"
 
 
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(0, 2, "the server is away"), (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated (SIGTERM)")],
+)
 def test_an_error_on_the_way_leaves_what_was_played(
-    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, number: int, status: int, said: str,
+) -> None:  # fmt: skip
     """And a warning of both policies is shown once."""
     command = ["eval", str(embedded_model), "--against", str(embedded_model), "--environment", f"{__name__}:Leaves"]
     common = ["--episodes", "4", "--max_new_tokens", "1", "--no_card", "--output_dir", str(tmp_path)]
-    Leaves.resets = 0
-    assert main([*command, *common]) == 2
+    monkeypatch.setattr(Leaves, "resets", 0)
+    monkeypatch.setattr(Leaves, "signal", number)
+    assert main([*command, *common]) == status
     printed = capsys.readouterr()
-    assert "the server is away" in printed.err and "4 episodes each" in printed.out
+    assert said in printed.err and "4 episodes each" in printed.out
     (path,) = tmp_path.glob("eval-*/results.json")
     (environment,) = json.loads(path.read_text())["environments"]
     assert len(environment["policies"]) == 1 and environment["comparisons"] == []

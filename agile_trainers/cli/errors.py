@@ -5,6 +5,7 @@ The module has no slow imports, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import errno
 import os
@@ -14,9 +15,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _TERMINATED, _PIPE = 128 + signal.SIGTERM, 128 + signal.SIGPIPE
 _LONGEST = 4000
@@ -49,6 +52,46 @@ class Progress:
     """True if mistakes keep their traceback too."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM outside of training; whatever lets Ctrl-C through lets it through."""
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, and neither of them be lost.
+
+    Python runs a signal's handler where it is, and drops what it raises inside the callbacks of a garbage collection.
+    """
+    ours, dropped = os.getpid(), sys.unraisablehook
+
+    def terminate(number: int, _: Any) -> None:
+        if os.getpid() != ours:  # a fork, whose parent ends it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise Terminated
+
+    def send_again(lost: Any) -> None:
+        if lost.exc_type not in (KeyboardInterrupt, Terminated):
+            return dropped(lost)
+        number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
+        again = threading.Timer(0.05, _thread.interrupt_main, [number])
+        again.daemon = True
+        again.start()
+
+    # torchrun ends its processes by SIGTERM, also those that wait in a collective, where no handler of Python runs.
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and threading.current_thread() is threading.main_thread()
+    takes = alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if takes:
+        signal.signal(signal.SIGTERM, terminate)
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = dropped
+        if takes:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
     """Run a command, and report a user's mistake as one message on standard error.
 
@@ -58,7 +101,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         debug: Keep the traceback of a mistake too.
 
     Returns:
-        The command's exit code, 2 after a mistake, 130 after Ctrl-C, 141 if nothing reads the output any more (``| head``).
+        The command's exit code, 2 after a mistake, 130 after Ctrl-C, 143 after SIGTERM, 141 if nothing reads the output any
+        more (``| head``).
         Code that exits while training runs never gives 0.
 
     Raises:
@@ -69,12 +113,16 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         if getattr(sys, name) is None:  # a closed one, as of some service managers (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
     try:
-        status = run() or 0
+        with _signals_end_it():
+            status = run() or 0
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as stop:
-        print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
-        return 130
+        terminated = isinstance(stop, Terminated)
+        what = "terminated (SIGTERM)" if terminated else "interrupted"
+        why = str(stop) or ("running the same again goes on" if command in ("chain", "evolve") else "")
+        print(f"\nagile-trainers: {what}{f', {why}' if why else ''}", file=sys.stderr)
+        return _TERMINATED if terminated else 130
     except SystemExit as leaving:
         place = traceback.extract_tb(leaving.__traceback__)[-1]
         if place.name == "on_broken_pipe":  # rich's, which exits where nothing reads its output

@@ -395,6 +395,10 @@ def _starts_lost(history: MetricHistory, options: Any) -> Evidence | None:
         return None
     if history.rises("success"):
         return None  # the policy may still be learning one start after the other
+    first, before = history.first("success"), history.first("groups_without_success")
+    still = abs(history.errors("success")) <= ERRORS
+    if still and first is not None and before is not None and before >= LOST * (1 - first):
+        return None  # each start is as it was: none is lost, the answers may not matter
     return Evidence(
         f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, "
         f"and success stands still at {success:.0%}."

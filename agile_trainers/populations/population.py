@@ -19,7 +19,16 @@ import numpy as np
 from huggingface_hub import CommitInfo, EvalResult, create_repo, upload_folder
 from transformers.utils import logging
 
-from agile_trainers.adapters.folders import RECORD, Fields, form_of, read_form, read_json, write_json
+from agile_trainers.adapters.folders import (
+    RECORD,
+    CheckpointError,
+    Count,
+    Fields,
+    form_of,
+    read_form,
+    read_json,
+    write_json,
+)
 from agile_trainers.adapters.loading import find_adapters
 from agile_trainers.adapters.lora_settings import changes_base, check_bias, lora_settings
 from agile_trainers.checkpoints import model_card
@@ -38,6 +47,7 @@ from agile_trainers.checkpoints.disclosure import (
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import make_repository, retried
+from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.checkpoints.resuming import locked, recorded_options
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
@@ -95,7 +105,9 @@ logger = logging.get_logger(__name__)
 
 BEST = "best"
 """Folder of the best policy of all rounds so far, in a population's."""
-_SETTINGS = "population.json"
+_SETTINGS, _WINNER = "population.json", "winner.json"
+_WINNER_FORM = Fields({"member": Count, "round": Count}, required=("member", "round"))
+_ANEW = "Restore it, or choose another output_dir to train the population anew."
 _STREAMED = 1000
 """Rows of a streamed data set that tell it from another."""
 _BY_VALUE = ("environment_arguments", "options", "data")
@@ -350,6 +362,11 @@ class Population:
         if self._processes.is_main:
             lock.enter_context(locked(self.output_dir))
             if not file.is_file():
+                if left := [*self.output_dir.glob("rounds"), *self.output_dir.glob("member-*")]:
+                    raise PopulationError(
+                        f"{file} is gone, which tells the settings of what {left[0].name} holds. Restore it, or choose "
+                        "another output_dir."
+                    )
                 write_json(file, settings)
             note_private(self.output_dir, self._arguments["environment"], recorded_options(self._args))
         self._processes.wait_for([file])
@@ -389,14 +406,23 @@ class Population:
 
     def _play(self, assignments: list[Assignment]) -> tuple[list[Result], bool]:
         """Train this process's members without a result; read the results of all, and whether all were there."""
-        folder = self._round(assignments[0].round)
-        files = [folder / f"{self.folder(one.member).name}.json" for one in assignments]
+        number = assignments[0].round
+        files = [self._round(number) / f"{self.folder(one.member).name}.json" for one in assignments]
+        if self._round(number + 1).is_dir():
+            _check_results(files, self._round(number) / _WINNER)
         replayed = all(file.is_file() for file in files)
         rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness, self._on_trainer)
         own = list(zip(assignments, files))[self._processes.rank :: self._processes.count]
         missing = [(one, file) for one, file in own if not file.is_file()]
         if missing and self._args.use_vllm:
             missing = own  # so that the evaluation's one batch is the same after an interruption
+        for one, file in missing:
+            steps = [step_of(checkpoint) for checkpoint in checkpoints(one.folder)]
+            if max(steps, default=0) > one.end:
+                raise PopulationError(
+                    f"{file} is gone. Round {number} ended at step {one.end}, and {one.folder} holds step {max(steps)}, "
+                    f"whose fitness is another. {_ANEW}"
+                )
         for (_, file), result in zip(missing, rounds.run([one for one, _ in missing], self._args)):
             write_json(file, asdict(result))
         self._processes.wait_for(files)
@@ -404,14 +430,26 @@ class Population:
 
     def _keep_winner(self, number: int) -> None:
         """Copy the policy of the best member of a round, if it is the best so far, before the member goes on."""
-        file, winner, best = self._round(number) / "winner.json", self.lineage.winner, self.output_dir / BEST
+        file, winner, best = self._round(number) / _WINNER, self.lineage.winner, self.output_dir / BEST
+        assert winner is not None
+        of_results = {"member": winner.member, "round": winner.round}
         if self._processes.is_main and not file.is_file():
-            assert winner is not None
             if winner.round == number:
+                source = self.folder(winner.member)
+                if (steps := read_json(source / RECORD)["global_step"]) != winner.steps:
+                    raise PopulationError(
+                        f"{file} is gone. It was about member {winner.member} at step {winner.steps}, and {source} is at "
+                        f"step {steps}. {_ANEW}"
+                    )
                 shutil.rmtree(best, ignore_errors=True)
-                copy_policy(self.folder(winner.member), best)
-            write_json(file, {"member": winner.member, "round": winner.round})
+                copy_policy(source, best)
+            write_json(file, of_results)
         self._processes.wait_for([file])
+        if (kept := read_form(file, _WINNER_FORM)) != of_results:
+            raise PopulationError(
+                f"{file} names member {kept['member']} of round {kept['round']} as the best so far, by the results it is "
+                f"member {winner.member} of round {winner.round}: one of these files was changed. {_ANEW}"
+            )
 
     def _trained(
         self, living: list[_Member], results: list[Result], scores: list[Score], end: int
@@ -578,16 +616,22 @@ class Population:
         """
         lineage = self.lineage
         if member is not None:
-            trained, source = self._last(member), self.folder(member)
+            trained, source, of = self._last(member), self.folder(member), member
         elif lineage.winner is not None:
             trained, source = lineage.winner, self.output_dir / BEST
+            of = read_form(max(self.output_dir.glob(f"rounds/*/{_WINNER}")), _WINNER_FORM)["member"]
         else:
             raise PopulationError("There is no policy before the first round is over. Call run().")
+        if not (source / RECORD).is_file():
+            raise PopulationError(
+                f"{source} holds no policy any more. Restore it: the folders that export() and `agile-trainers evolve` "
+                f"wrote ({FILE} is in them) are copies of the best policy."
+            )
         steps = read_json(source / RECORD)["global_step"]
-        if steps != trained.steps:
+        if (of, steps) != (trained.member, trained.steps):
             raise ValueError(
-                f"{source} holds a policy of step {steps}, and the fitness of member {trained.member} is of step "
-                f"{trained.steps}: the member failed later, or rounds of an earlier call are being read (Round.replayed). "
+                f"{source} holds a policy of step {steps} of member {of}, and the fitness of member {trained.member} is of "
+                f"step {trained.steps}: the member failed later, or rounds of an earlier call are read (Round.replayed). "
                 "Export the best policy, without `member`, after run()."
             )
         copy_policy(source, folder)
@@ -648,6 +692,19 @@ class Population:
             "options": options,
         }
         return masked(settings) if withheld else settings
+
+
+def _check_results(files: Sequence[Path], winner: Path) -> None:
+    """Reject a round whose results are not whole although the next one was decided by them.
+
+    Raises:
+        PopulationError: If a file is gone or damaged.
+    """
+    for file, form in [(winner, _WINNER_FORM), *((file, form_of(Result)) for file in files)]:
+        try:
+            read_form(file, form)
+        except CheckpointError as error:
+            raise PopulationError(f"{file} is gone or damaged, and later rounds were decided by it. {_ANEW}") from error
 
 
 def _scores(living: Sequence[_Member], results: Sequence[Result]) -> list[Score]:

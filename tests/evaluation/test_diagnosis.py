@@ -74,8 +74,20 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "a constant reward with a critic": (
         ["zero_advantage_groups"], always({**ZERO, "advantage/zero": 0.0, "value/spread": 0.5}), Options(has_critic=True),
     ),
-    "some starts are solved, the others not once": (
-        ["starts_lost"], always({"groups_without_success": 0.58, "advantage/zero": 0.9}), Options(),
+    "some starts are solved, the others not any more": (
+        ["starts_lost"], lambda step: {"groups_without_success": 0.6, "advantage/zero": 0.9} if step else {}, Options(),
+    ),
+    "some starts are learned, all others never succeed": (
+        ["starts_lost"],
+        lambda step: {"success": min(0.02 + step / 20, 0.5), "groups_without_success": max(0.97 - step / 20, 0.5)},
+        Options(),
+    ),
+    "an environment that ignores the action": (
+        ["zero_advantage_groups"],
+        lambda step: {
+            "success": 0.4 + 0.1 * (-1) ** step, "groups_without_success": 0.6 - 0.1 * (-1) ** step, "advantage/zero": 1.0,
+        },
+        Options(),
     ),
     "a start is lost where the others are learned": (
         ["starts_lost"],
@@ -433,7 +445,9 @@ def test_a_verdict_needs_enough_groups(groups: int, success: float, name: str, b
     found = [verdicts(groups, success, seed) for seed in range(3)]
     assert [one.get(name, 0) <= batches and (name in one) == bool(batches) for one in found] == [True] * 3, found
     if success == 0.8:
-        assert all("starts_lost" in one for one in found), "what only looks solved now and then explains nothing"
+        assert all("zero_advantage_groups" in one for one in found), (
+            "what only looks solved now and then explains nothing"
+        )
 
 
 def test_a_task_that_is_solved_in_training_alone_is_told_so() -> None:

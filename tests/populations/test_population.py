@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -342,6 +343,57 @@ def test_a_folder_of_another_population_is_refused(embedded_model, trained):
         population(embedded_model, trained.output_dir, name, search_seed=1, **OPTIONS[name]).run()
 
 
+def gone(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_finished_round_is_never_made_of_later_weights(trained, tmp_path):
+    """Results, the best policy and the settings that are gone or changed are named, with a way on."""
+    name, last = algorithm_of(trained), max(trained.lineage.events, key=lambda event: event.steps).member
+    folder = tmp_path / "population"
+    result, winner = folder / f"rounds/0001/member-{last:02d}.json", folder / "rounds/0001/winner.json"
+    newest, policy = folder / "rounds/0002/winner.json", folder / f"member-{last:02d}"
+    other = {"member": 7, "round": 2}
+    harms: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: gone(result),
+            rf"member-0{last}.json is gone or damaged, and later rounds were decided by it\. Restore it",
+        ),
+        (lambda: result.write_text("{}"), rf"member-0{last}.json is gone or damaged"),
+        (lambda: gone(winner), r"0001/winner.json is gone or damaged"),
+        (lambda: gone(folder / "rounds"), rf"is gone\. Round 1 ended at step 1, and .*member-0{last} holds step 2"),
+        (
+            lambda: newest.write_text(json.dumps(other)),
+            "names member 7 of round 2 as the best so far, by the results it is",
+        ),
+        (
+            lambda: gone(folder / "population.json"),
+            r"population.json is gone, which tells the settings of what rounds holds",
+        ),
+        (lambda: gone(winner, newest.parent), rf"It was about member {last} at step 1, and .* is at step 2"),
+    ]
+    for harm, message in harms:
+        shutil.copytree(trained.output_dir, folder)
+        harm()
+        with pytest.raises(PopulationError, match=message):
+            population(trained.lineage.settings["model"], folder, name, **OPTIONS[name]).run()
+        before = (folder / "best/adapter_model.safetensors").read_bytes()
+        assert before == (trained.output_dir / "best/adapter_model.safetensors").read_bytes()
+        shutil.rmtree(folder)
+
+    shutil.copytree(trained.output_dir, folder)
+    gone(folder / f"rounds/0002/member-{last:02d}.json")  # whose checkpoint is there
+    made = population(trained.lineage.settings["model"], folder, name, **OPTIONS[name])
+    assert told(made.run()) == told(trained.lineage) and policy.is_dir()
+    newest.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"best holds a policy of step . of member 7, and the fitness of member"):
+        made.export(tmp_path / "exported")
+    gone(folder / "best")
+    with pytest.raises(PopulationError, match=r"best holds no policy any more\. Restore it: .* are copies"):
+        made.export(tmp_path / "exported")
+
+
 # ----------------------------------------------------------------------------------------------------------- mutations
 
 PARENT: dict[str, Any] = {
@@ -629,7 +681,7 @@ def test_a_larger_budget_finds_another_winner(embedded_model, tmp_path):
     assert (lineage.winner.round, lineage.held_out.round, lineage.held_out.fitness) == (2, 2, pytest.approx(27.5))
     lineage.held_out = first.held_out
     assert "held-out" not in (made.export(tmp_path / "winner") / "README.md").read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match=r"holds a policy of step 2, .* is of step 1"):
+    with pytest.raises(ValueError, match=r"holds a policy of step 2 of .* is of step 1"):
         made.run(lambda done: made.export(tmp_path / str(done.number)))
 
 
@@ -638,7 +690,7 @@ def test_a_policy_is_not_exported_with_the_fitness_of_another(trained, tmp_path,
     *events, last = trained.lineage.events
     failed = replace(last, event="failed", fitness=None, reason="The fitness is not a finite number.")
     monkeypatch.setattr(trained, "lineage", replace(trained.lineage, events=[*events, failed]))
-    with pytest.raises(ValueError, match=r"holds a policy of step 2, .* is of step 1: the member failed later"):
+    with pytest.raises(ValueError, match=r"holds a policy of step 2 of .* is of step 1: the member failed later"):
         trained.export(tmp_path / "failed", last.member)
 
 

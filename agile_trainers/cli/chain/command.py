@@ -11,7 +11,7 @@ import argparse
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters.copies import copy_adapter
 from agile_trainers.adapters.folders import (
+    NUMBER,
     RECORD,
     CheckpointError,
     Fields,
@@ -55,7 +56,7 @@ from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError
 from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import write_card_of_rows
 from agile_trainers.checkpoints.record import record_without_environment
-from agile_trainers.checkpoints.stopping import RUN_AGAIN
+from agile_trainers.checkpoints.stopping import RUN_AGAIN, GracefulStop
 from agile_trainers.cli.chain.stages import (
     EVOLVE,
     SUPERVISED,
@@ -75,6 +76,7 @@ from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
 from agile_trainers.monitor.progress import PROGRESS, showing
+from agile_trainers.populations import PopulationError
 from agile_trainers.populations.lineage import FILE, Lineage
 from agile_trainers.records.writer import RecordWriter, digest_of, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
@@ -87,7 +89,11 @@ _STATE_FORM = Fields(
     {"id": Name, "parent": (Name, None), "made_of": {str: Any}, "finished": bool},
     required=("id", "parent", "made_of", "finished"),
 )
-_RESULT_FORM = Fields({"of": {str: Any}, "metrics": {str: Any}}, required=("of", "metrics"))
+_SCORES = dict.fromkeys(("return", "return_sem", "success", "episodes"), NUMBER)
+_RESULT_FORM = Fields(
+    {"of": {str: Any}, "metrics": Fields(_SCORES | {"environments": {str: Fields(_SCORES)}})},
+    required=("of", "metrics"),
+)
 STATE = "stage.json"
 """File in a stage's folder with its options, the run of the previous stage that it started from, and its completion."""
 Hook = Callable[[Stage, Any], None]
@@ -266,7 +272,8 @@ def _checked(pipeline: Pipeline) -> list[dict[str, Any] | None]:
         if not (folder / STATE).is_file():
             if folder.is_dir() and any(folder.iterdir()):
                 raise PipelineError(
-                    f"{folder} is not empty and is not a stage of a chain: it has no {STATE}. Rename the stage."
+                    f"{folder} is not empty and is not a stage of a chain: it has no {STATE}. Rename the stage, restore the "
+                    "file, or remove the folder to train this stage and later ones again."
                 )
             states.append(None)
             continue
@@ -355,15 +362,20 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, console: Console, progr
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
-    if stage.algorithm not in SUPERVISED:
-        trainer.stop.way_on = RUN_AGAIN
-    if checkpoint is not None and stage.algorithm in SUPERVISED:
-        trainer.add_callback(_Resumed(checkpoint))
-        _take_no_step_too_many(trainer, Path(checkpoint))
+    heard: Any = nullcontext()  # the multi-turn trainers stop by themselves
+    if stage.algorithm in SUPERVISED:
+        trainer.stop = GracefulStop(trainer.accelerator)
+        trainer.add_callback(trainer.stop)
+        heard, trainer.args.max_wall_seconds = trainer.stop.heard(), stage.config.max_wall_seconds
+        if checkpoint is not None:
+            trainer.add_callback(_Resumed(checkpoint))
+            _take_no_step_too_many(trainer, Path(checkpoint))
+    trainer.stop.way_on = RUN_AGAIN
     with naming_full_disk(folder):
-        with showing(trainer.callback_handler, console, stage.name, progress=progress):
+        with heard, showing(trainer.callback_handler, console, stage.name, progress=progress):
             trainer.train(resume_from_checkpoint=checkpoint)
-        if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
+        trainer.stop.pass_on()
+        if trainer.stop.out_of_time:
             return None
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
@@ -548,8 +560,12 @@ def evaluate_stage(pipeline: Pipeline, model: str, folder: Path, of: dict[str, A
         also ``environments``, the same values of each by name.
     """
     path, of = folder / "evaluation.json", {**of, "settings": public_options(pipeline.evaluation_options)}
-    if path.is_file() and (known := read_form(path, _RESULT_FORM))["of"] == of:
-        return known["metrics"]
+    if path.is_file():
+        try:
+            if (known := read_form(path, _RESULT_FORM))["of"] == of:
+                return known["metrics"]
+        except CheckpointError as error:
+            logger.warning("%s The evaluation is played again.", error)
     args = pipeline.evaluation
     results = evaluate_policy(
         model,
@@ -586,7 +602,7 @@ def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: Episo
 
 
 def _scores(metrics: dict[str, float]) -> dict[str, float]:
-    found = {name: metrics.get(name, math.nan) for name in ("return", "return_sem", "success", "episodes")}
+    found = {name: metrics.get(name, math.nan) for name in _SCORES}
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
@@ -624,7 +640,7 @@ def main(argv: Sequence[str]) -> None:
                         "row per log, the same with columns of TRL, or every metric of a log in one line, as transformers "
                         "prints it")  # fmt: skip
     options = parser.parse_args(argv)
-    with mistakes_of_options(parser, PipelineError, YAMLFileError):
+    with mistakes_of_options(parser, PipelineError, PopulationError, YAMLFileError):
         pipeline = read_pipeline(options.pipeline)
         # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)

@@ -26,7 +26,7 @@ from agile_trainers.cli.run_files import (
     stage_rows,
 )
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
-from agile_trainers.config.rules import at_least, check_rules
+from agile_trainers.config.rules import at_least, check_rules, positive
 from agile_trainers.rollout.episode_options import EpisodeOptions, check_names
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
@@ -39,8 +39,18 @@ SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 _SUPERVISED_RULES = (
     at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps"),
     at_least(0, "learning_rate"),
+    positive("max_wall_seconds"),
 )
 """Rules for their options; those of the other stages have rules of their own."""
+
+
+@dataclass
+class _OfAllStages:
+    """Options that the stages of TRL's trainers take too."""
+
+    max_wall_seconds: float | None = None
+
+
 STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 EVOLVE = "evolve"
 """Key of a stage that is a population."""
@@ -189,7 +199,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         options = {**plan.options, EVOLVE: raw[EVOLVE]}
         return Stage(name, algorithm, options, plan.config, plan.dataset, plan.dataset_args, plan.lora, population=plan)
     config = config_of(algorithm)
-    known = options_of(config)
+    known = options_of(config) | options_of(_OfAllStages)
     mapping(raw, {*STAGE_KEYS, *known}, where)
     options = {key: value for key, value in shared.items() if key in known}
     options |= {key: value for key, value in raw.items() if key not in STAGE_KEYS}
@@ -201,9 +211,12 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
     if dataset is not None:
         check_dataset(str(dataset), where)
-    made = make_config(config, options, output / name, where)
+    own = {key: options[key] for key in options if key in options_of(config)}
+    made = make_config(config, own, output / name, where)
     with naming_place(where):
         if algorithm in SUPERVISED:
+            limits = {key: options[key] for key in options if key not in own}
+            made.max_wall_seconds = make_config(_OfAllStages, limits, None, where).max_wall_seconds
             check_rules(made, _SUPERVISED_RULES)
         else:
             made.with_environment(environments)

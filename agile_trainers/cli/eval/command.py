@@ -275,7 +275,7 @@ def main(argv: Sequence[str]) -> None:
     console = Console(stderr=options.json, quiet=not main_process)
     for sentence in told:
         console.print(escape(sentence), highlight=False, soft_wrap=True)
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     with (
         _warned_once(),
         redirect_stdout(sys.stderr) if options.json else nullcontext(),
@@ -311,7 +311,7 @@ def _report(
     run: str,
     console: Console,
     panel: EpisodePanel | None,
-    errors: list[Exception],
+    errors: list[BaseException],
 ) -> None:
     """Write the results and the model card, whose error goes to ``errors``, and print the tables or the JSON."""
     folder = options.output_dir / run
@@ -450,11 +450,12 @@ def _play_all(
     sampling: SamplingSettings,
     run: str,
     console: Console,
-    errors: list[Exception],
+    errors: list[BaseException],
 ) -> list[EnvironmentReport]:
     """Play every policy in every environment, and compare the first one with the others.
 
-    An error ends it. If episodes of a policy in an environment have been played by then, what was played is returned.
+    An error ends it, as do Ctrl-C and SIGTERM. If episodes of a policy in an environment have been played by then, what was
+    played is returned.
 
     Args:
         options: Those of the command line.
@@ -504,7 +505,7 @@ def _play_all(
         with closing(_loaded(options, models, tasks)) as loaded:
             for place in range(len(models)):
                 play(place, *next(loaded))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if not played:
             raise
         errors.insert(0, error)
