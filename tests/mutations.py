@@ -2512,6 +2512,11 @@ MUTATIONS = [
         "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),
     Mutation(
+        "a success of NumPy is dropped", "envs/libraries/trl_tools.py",
+        "if success is not None and not callable(success):", "if isinstance(success, bool):",
+        "tests/envs/test_trl_tools.py -k success",
+    ),
+    Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",
         "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
     ),

@@ -115,7 +115,8 @@ class TRLEnvironment:
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
     members of a group must start in the same state.
 
-    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute.
+    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute, which
+    must be True, False, 1 or 0 (NumPy's too), or None for an episode that reports none.
 
     Args:
         factory: Makes one object.
@@ -256,7 +257,8 @@ class TRLEnvironment:
         info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
         if not self.rewarded:
             info[UNREWARDED] = True
-        if isinstance(success := getattr(self.object, "success", None), bool):
+        success = getattr(self.object, "success", None)
+        if success is not None and not callable(success):  # a tool may have the name
             info["success"] = success
         return info
 
