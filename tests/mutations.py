@@ -2517,6 +2517,21 @@ MUTATIONS = [
         "tests/envs/test_trl_tools.py -k success",
     ),
     Mutation(
+        "a scripted policy answers a retry again", "evaluation/scripted_policies.py",
+        "if self._received.repeated(ticket) is not None:", "if self._received.repeated(ticket) is None and False:",
+        "tests/rollout/agents/test_scripted_policies.py -k sent_again",
+    ),
+    Mutation(
+        "rewards of calls do not count with a scripted policy", "evaluation/scripted_policies.py",
+        "self.played.reward += self.posted.popleft()[0]", "self.posted.popleft()",
+        "tests/rollout/agents/test_scripted_policies.py -k rewards_of_calls",
+    ),
+    Mutation(
+        "a reward that was taken is lost at the end of its episode", "rollout/agents/rollout.py",
+        "while episode.posted:", "while False:",
+        "tests/rollout/agents/test_faults.py -k reward_that_was_taken",
+    ),
+    Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",
         "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
     ),
@@ -4250,7 +4265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a scripted policy sees no earlier answers", "evaluation/scripted_policies.py",
-        "request.messages[request.instructed : request.instructed] = before", "pass",
+        "self._received.conversation(request)", "pass",
         "tests/rollout/agents/test_scripted_policies.py -k goes_on",
     ),
     Mutation(
@@ -4260,7 +4275,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scripted policies answer what training refuses", "evaluation/scripted_policies.py",
-        "            check_request(request, self._agent)", "            pass",
+        "            check_request(request, self.agent)", "            pass",
         "tests/rollout/agents/test_scripted_policies.py -k no_demonstration",
     ),
     Mutation(
@@ -4396,7 +4411,7 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "instructions are kept for the next answer", "rollout/agents/episode.py",
+        "instructions are kept for the next answer", "rollout/agents/requests.py",
         "asked.request.messages[asked.request.instructed :]",
         "asked.request.messages",
         "tests/rollout/agents/test_episode.py -k instructions",

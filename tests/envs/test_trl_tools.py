@@ -125,7 +125,7 @@ def test_a_success_that_is_none_is_named() -> None:
     environment.reset(seed=3)
     assert "success" not in environment.step("done")[4]
     environment.object.success = "won"
-    with pytest.raises(EnvironmentProtocolError, match="success.*'won'.*True or False"):
+    with pytest.raises(EnvironmentProtocolError, match=r"success.*'won'.*True or False"):
         validate_step(environment.step("done"))
 
 

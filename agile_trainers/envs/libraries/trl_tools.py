@@ -115,8 +115,8 @@ class TRLEnvironment:
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
     members of a group must start in the same state.
 
-    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute, which
-    must be True, False, 1 or 0 (NumPy's too), or None for an episode that reports none.
+    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute,
+    which must be True, False, 1 or 0 (NumPy's too), or None for an episode that reports none.
 
     Args:
         factory: Makes one object.
