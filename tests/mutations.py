@@ -2532,6 +2532,15 @@ MUTATIONS = [
         "tests/rollout/agents/test_faults.py -k reward_that_was_taken",
     ),
     Mutation(
+        "an async tool is never run", "envs/tools/toolbox.py",
+        "if is_async(tool) and not awaits:", "if False:", "tests/envs/test_tools.py -k nobody_would_run",
+    ),
+    Mutation(
+        "the model sees a coroutine as a result", "envs/tools/toolbox.py",
+        "if inspect.isawaitable(result) or inspect.isgenerator(result) or", "if",
+        "tests/envs/test_tools.py -k nobody_would_run",
+    ),
+    Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",
         "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
     ),

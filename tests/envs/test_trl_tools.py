@@ -129,6 +129,27 @@ def test_a_success_that_is_none_is_named() -> None:
         validate_step(environment.step("done"))
 
 
+@pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0]])
+def test_a_reward_function_that_gives_no_list_of_one_is_named(returned: Any) -> None:
+    def pays(**given: Any) -> Any:
+        return returned
+
+    environment = made(Counter, reward_funcs=pays)
+    environment.reset(seed=3)
+    with pytest.raises(ValueError, match=r"'pays' returned .* list of one"):
+        environment.step("done")
+
+
+def test_an_object_whose_call_is_async_rewards() -> None:
+    class Pays:
+        async def __call__(self, **given: Any) -> list[float]:
+            return [0.5]
+
+    environment = made(Silent, reward_funcs=Pays())
+    environment.reset(seed=3, options={"prompt": "?"})
+    assert asyncio.run(environment.step("done"))[1] == 0.5
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
