@@ -26,7 +26,10 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
 _BETWEEN = re.compile(r"[\s;]*")
 _PYTHON_TAG = "<|python_tag|>"
-_WITHOUT_ASYNC = "Let it return its result (a wrapper may call asyncio.run), or play an `async def` tool by trl_environment(tools=[...])."
+_WITHOUT_ASYNC = (
+    "Let it return its result (a wrapper may call asyncio.run), or play an `async def` tool by "
+    "trl_environment(tools=[...])."
+)
 _SHOWN = 200
 """Characters of an error that the model sees."""
 
