@@ -2541,6 +2541,21 @@ MUTATIONS = [
         "tests/envs/test_tools.py -k nobody_would_run",
     ),
     Mutation(
+        "a call that broke off is a call without arguments", "rollout/chat/renderer.py",
+        "if any(tag in piece for piece in pieces[::2] for tag in tags):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
+        "a call is delivered without a part of its arguments", "rollout/chat/renderer.py",
+        "if _words(pieces[1::2]) != _words(call.findall(written)):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
+        "the end of the turn is an argument", "rollout/chat/renderer.py",
+        "if any(end in given for end in self._ends):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",
         "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
     ),
