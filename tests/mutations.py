@@ -2528,6 +2528,50 @@ MUTATIONS = [
         "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),
     Mutation(
+        "a success of NumPy is dropped", "envs/libraries/trl_tools.py",
+        "if success is not None and not callable(success):", "if isinstance(success, bool):",
+        "tests/envs/test_trl_tools.py -k success",
+    ),
+    Mutation(
+        "a scripted policy answers a retry again", "evaluation/scripted_policies.py",
+        "if self._received.repeated(ticket) is not None:", "if self._received.repeated(ticket) is None and False:",
+        "tests/rollout/agents/test_scripted_policies.py -k sent_again",
+    ),
+    Mutation(
+        "rewards of calls do not count with a scripted policy", "evaluation/scripted_policies.py",
+        "self.played.reward += self.posted.popleft()[0]", "self.posted.popleft()",
+        "tests/rollout/agents/test_scripted_policies.py -k rewards_of_calls",
+    ),
+    Mutation(
+        "a reward that was taken is lost at the end of its episode", "rollout/agents/rollout.py",
+        "while episode.posted:", "while False:",
+        "tests/rollout/agents/test_faults.py -k reward_that_was_taken",
+    ),
+    Mutation(
+        "an async tool is never run", "envs/tools/toolbox.py",
+        "if is_async(tool) and not awaits:", "if False:", "tests/envs/test_tools.py -k nobody_would_run",
+    ),
+    Mutation(
+        "the model sees a coroutine as a result", "envs/tools/toolbox.py",
+        "if inspect.isawaitable(result) or inspect.isgenerator(result) or", "if",
+        "tests/envs/test_tools.py -k nobody_would_run",
+    ),
+    Mutation(
+        "a call that broke off is a call without arguments", "rollout/chat/renderer.py",
+        "if any(tag in piece for piece in pieces[::2] for tag in tags):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
+        "a call is delivered without a part of its arguments", "rollout/chat/renderer.py",
+        "if _words(pieces[1::2]) != _words(call.findall(written)):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
+        "the end of the turn is an argument", "rollout/chat/renderer.py",
+        "if any(end in given for end in self._ends):", "if False:",
+        "tests/rollout/agents/test_agent_templates.py -k broke_off",
+    ),
+    Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",
         "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
     ),
@@ -4301,7 +4345,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a scripted policy sees no earlier answers", "evaluation/scripted_policies.py",
-        "request.messages[request.instructed : request.instructed] = before", "pass",
+        "self._received.conversation(request)", "pass",
         "tests/rollout/agents/test_scripted_policies.py -k goes_on",
     ),
     Mutation(
@@ -4311,7 +4355,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scripted policies answer what training refuses", "evaluation/scripted_policies.py",
-        "            check_request(request, self._agent)", "            pass",
+        "            check_request(request, self.agent)", "            pass",
         "tests/rollout/agents/test_scripted_policies.py -k no_demonstration",
     ),
     Mutation(
@@ -4447,7 +4491,7 @@ MUTATIONS = [
         DIALECTS,
     ),
     Mutation(
-        "instructions are kept for the next answer", "rollout/agents/episode.py",
+        "instructions are kept for the next answer", "rollout/agents/requests.py",
         "asked.request.messages[asked.request.instructed :]",
         "asked.request.messages",
         "tests/rollout/agents/test_episode.py -k instructions",

@@ -170,6 +170,12 @@ def validate_result(result: Any) -> tuple[float, dict[str, Any]]:
     return _validate_reward(fields["reward"], "the agent"), info
 
 
+def read_success(value: Any) -> bool | None:
+    """Return the success that a value reports: True, False, or 1 or 0 of any type of numbers. None if it is none of them."""
+    reports = isinstance(value, (bool, np.bool_)) or (isinstance(value, Real) and value in (0, 1))
+    return bool(value) if reports else None
+
+
 def _validate_reward(reward: Any, method: str) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
         hint = (
@@ -245,10 +251,12 @@ def _validate_info(info: Any, method: str) -> dict[str, Any]:
     memo: dict[int, Any] = {}
     # The environment may go on changing its own dict, and what is in it.
     info = {name: _copied(value, memo) for name, value in _stored(info).items()}
-    if not isinstance(info.get("success", False), (bool, np.bool_)):
-        raise EnvironmentProtocolError(
-            f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
-        )
+    if "success" in info:
+        info["success"] = read_success(success := info["success"])
+        if info["success"] is None:
+            raise EnvironmentProtocolError(
+                f"{method} returned info['success']={_describe(success)}; expected True or False."
+            )
     if info.get("anchor") is not None:
         info["anchor"] = plain_text(str(info["anchor"]))
     return info

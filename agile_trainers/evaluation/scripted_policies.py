@@ -8,34 +8,43 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import repeat
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agile_trainers.envs.agent import Agent, Endpoint, Model, Task, agent_of
+from agile_trainers.envs.agent import Agent, Model, Task, agent_of
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, as_messages
 from agile_trainers.envs.checker import validate_context, validate_reset, validate_result, validate_step
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.scripted_policies import ScriptedPolicy
-from agile_trainers.rollout.agents.episode import as_message, cut_at_stop, tool_calls
+from agile_trainers.rollout.agents.episode import cut_at_stop, tool_calls
 from agile_trainers.rollout.agents.requests import (
     POLICY,
     Answer,
+    Asked,
     CalledTool,
     ChatRequest,
     Choice,
+    Received,
     Refusal,
     Ticket,
+    as_message,
+    check_name_lengths,
     check_request,
-    wrong_key,
+    refuse_request,
+    rewarded_too_early,
 )
+from agile_trainers.rollout.agents.rollout import EpisodeExchange
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.environment_pool import Outcome
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec
@@ -233,7 +242,8 @@ def play_agent(
 ) -> list[PlayedAgent]:
     """Let an agent play episodes, one after the other, in which a function answers its requests.
 
-    What training refuses is refused here too. The function also answers requests to ``policy-frozen``, such as those to a
+    What training refuses, whatever the model and its limits are, is refused here too, and rewards of calls
+    (``model.reward``) count. The function also answers requests to ``policy-frozen``, such as those to a
     judge, which are no calls of the policy.
 
     Args:
@@ -290,78 +300,75 @@ def _goes_on(later: dict[str, Any], call: dict[str, Any]) -> bool:
 async def _play(
     agent: Agent, policy: ScriptedPolicy, seeds: Iterable[int], row: dict[str, Any] | None
 ) -> list[PlayedAgent]:
-    exchange = _Played(agent, policy)
     environment = agent()
-    episodes = []
+    episodes: list[_Played] = []
+    exchange: EpisodeExchange[_Played] = EpisodeExchange(lambda outcome: episodes[outcome.episode].take(outcome))
     with AgentServer(exchange) as server:
-        for seed in seeds:
-            model, episode = exchange.admit(server.base_url, seed)
+        for index, seed in enumerate(seeds):
+            episodes.append(one := _Played(index, agent, policy, seed))
+            api_key, reward_key = exchange.admit(one)
+            model = Model(server.base_url, api_key, POLICY, reward_key)
             result = await environment.play(model, Task(row, seed))
-            episode.reward, episode.info = validate_result(result)
-            episodes.append(episode)
-    return episodes
+            exchange.dismiss(one)
+            reward, one.played.info = validate_result(result)
+            one.played.reward += reward
+    return [one.played for one in episodes]
 
 
 class _Played:
-    """Answers requests with a policy, in the server's thread."""
+    """An episode whose requests a policy answers, in the server's thread."""
 
-    def __init__(self, agent: Agent, policy: ScriptedPolicy) -> None:
-        self._agent, self._policy = agent, policy
-        self._episodes: dict[str, tuple[PlayedAgent, random.Random]] = {}
-        self._reward_keys = set[str]()
-        self._said: dict[tuple[str, str], list[Message]] = {}
-        """Conversations up to an answer, without its instructions, by the episode's key and the answer's id."""
+    def __init__(self, index: int, agent: Agent, policy: ScriptedPolicy, seed: int) -> None:
+        self.index, self.agent = index, agent
+        self.played = PlayedAgent()
+        self.posted: deque[tuple[float, Any]] = deque()
+        self._policy, self._rng = policy, random.Random(f"player {seed}")
+        self._received: Received[Asked] = Received()
 
-    def admit(self, base_url: str, seed: int) -> tuple[Model, PlayedAgent]:
-        api_key, reward_key = (f"{kind}-{secrets.token_urlsafe(32)}" for kind in ("sk", "rk"))
-        self._episodes[api_key] = episode, _ = PlayedAgent(), random.Random(f"player {seed}")
-        self._reward_keys.add(reward_key)
-        return Model(base_url, api_key, POLICY, reward_key), episode
+    def take(self, outcome: Outcome) -> None:
+        """Take what the server has for the episode."""
+        match outcome.method:
+            case "call":
+                self._ask(outcome.value)
+            case "delivered":
+                self._received.delivered(outcome.value)
+            case "abandoned":
+                self._received.abandoned(outcome.value)
+            case "reward":
+                self.played.reward += self.posted.popleft()[0]
 
-    def models(self, key: str) -> Mapping[str, Endpoint]:
-        if key not in self._episodes:
-            raise wrong_key("api_key")
-        return self._agent.models
+    def sample_of(self, call: str | None) -> None:
+        """Refuse a reward that names no answer."""
+        if call is not None:
+            self._received.rewarded(call)
+        elif not self.played.calls:
+            raise rewarded_too_early()
 
-    def ask(self, key: str, ticket: Ticket) -> None:
+    def _ask(self, ticket: Ticket) -> None:
         request = ticket.request
-        episode, rng = self._episodes[key]
         try:
-            check_request(request, self._agent)
-            self._prepend(key, request)
-            choices = tuple(self._choice(request, episode, rng, place) for place in range(request.n))
+            if self._received.repeated(ticket) is not None:
+                return
+            check_request(request, self.agent)
+            check_name_lengths(request.messages)
+            self._received.conversation(request)
+            choices = tuple(map(self._choice, repeat(request), range(request.n)))
         except Refusal as refusal:
-            ticket.answer.set_exception(refusal)
+            refuse_request(ticket, refusal)
             return
         except Exception as error:
-            ticket.answer.set_exception(Refusal(f"The policy failed: {type(error).__name__}: {error}"))
+            refuse_request(ticket, Refusal(f"The policy failed: {type(error).__name__}: {error}"))
             return
         identity = secrets.token_hex(12)
-        self._said[key, identity] = [*request.messages[request.instructed :], as_message(choices[0])]
-        ticket.answer.set_result(Answer(identity, request.model, int(time.time()), choices))
+        self._received.add(identity, asked := Asked(request, [ticket]), ticket.marks)
+        asked.send(Answer(identity, request.model, int(time.time()), choices))
 
-    def _prepend(self, key: str, request: ChatRequest) -> None:
-        """Put the conversation before a request that goes on from an answer, after its instructions."""
-        if request.previous is not None:
-            before = self._said.get((key, request.previous.replace("-", "_").rpartition("_")[2]))
-            if before is None:
-                raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
-            request.messages[request.instructed : request.instructed] = before
-
-    def _choice(self, request: ChatRequest, episode: PlayedAgent, rng: random.Random, place: int) -> Choice:
-        text, stop = cut_at_stop(self._policy(request.messages, rng), request.stop)
+    def _choice(self, request: ChatRequest, place: int) -> Choice:
+        text, stop = cut_at_stop(self._policy(request.messages, self._rng), request.stop)
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
-            text, calls = tool_calls(text, f"{len(self._said)} {place}".encode())
+            text, calls = tool_calls(text, f"{len(self._received.by_id)} {place}".encode())
         choice = Choice(text, calls, "tool_calls" if calls else "stop", stop=stop)
         if request.model == POLICY:
-            episode.calls.append({"messages": [*request.messages, as_message(choice)], "tools": request.tools})
+            self.played.calls.append({"messages": [*request.messages, as_message(choice)], "tools": request.tools})
         return choice
-
-    def delivered(self, key: str, ticket: Ticket) -> None: ...
-
-    def abandoned(self, key: str, ticket: Ticket) -> None: ...
-
-    def reward(self, key: str, value: Any, call: str | None) -> None:
-        if key not in self._reward_keys:
-            raise wrong_key("reward_key")

@@ -16,7 +16,7 @@ import torch
 
 from agile_environments.probes import PROBES
 from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
-from agile_trainers.envs.checker import validate_context
+from agile_trainers.envs.checker import validate_context, validate_result
 from agile_trainers.envs.scripted_policies import play
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import probe_environment
@@ -86,6 +86,8 @@ def test_bad_resets_are_named(result: Any, words: list[str]) -> None:
         (("a", 1.0, False, None, {}), ["truncated=None", "bool"]),
         (("a", 1.0, False, False, []), ["info=[]", "dict"]),
         (("a", 1.0, True, False, {"success": "no"}), ["info['success']='no'", "True or False"]),
+        (("a", 1.0, True, False, {"success": 0.5}), ["info['success']=0.5", "True or False"]),
+        (("a", 1.0, True, False, {"success": None}), ["info['success']=None", "True or False"]),
         ((b"a", 1.0, True, False, {}), ["b'a' (bytes)", "text or a list"]),
         (
             ([*MESSAGES, {"role": "assistant", "content": "1"}], 1.0, False, False, {}),
@@ -97,6 +99,14 @@ def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
     with pytest.raises(EnvironmentProtocolError) as error:
         validate_step(result)
     assert all(word in str(error.value) for word in ["step()", *words]), error.value
+
+
+@pytest.mark.parametrize("reported", [True, np.True_, 1, 1.0, np.float32(1), np.int64(1)])
+def test_a_success_is_read_from_all_that_libraries_report(reported: Any) -> None:
+    """Meta-World's info holds 1.0."""
+    for success in (reported, type(reported)(0)):
+        read = validate_step(("a", 1.0, True, False, {"success": success}))[4]["success"]
+        assert read is bool(success) and read is validate_result({"reward": 1.0, "success": success})[1]["success"]
 
 
 def calling(arguments: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from agile_trainers.evaluation.scripted_policies import play_agent
 
 POLICIES = ("random_policy", "random_legal_policy", "careless_policy", "expert_policy")
 EPISODES = {
-    "archive": "e86be01b98501891",
+    "archive": "7c2b8da4ca751a70",
     "calculator": "e7f0d8045d093764",
     "colours": "c81cbf813d01ceeb",
     "countdown": "80a4283cead7f703",

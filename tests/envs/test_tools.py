@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import trl
 
 from agile_environments.calculator import calculate
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.envs import check_environment
+from agile_trainers.envs import EnvironmentProtocolError, check_environment
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.envs.tools.toolbox import (
     MalformedCall,
@@ -398,6 +399,53 @@ def test_the_model_sees_an_exit_of_a_tool_as_its_failure(error: BaseException) -
     assert (info["failed_calls"], terminated) == (1, False) and str(error) in str(observation)
     run = Toolbox([leave]).run_awaited(ToolCall("leave"))
     assert str(error) in asyncio.run(run)
+
+
+def test_tools_that_nobody_would_run_are_refused() -> None:
+    """The model saw ``<coroutine object look at 0x7f...>``, with another address in each run."""
+
+    def look(place: str) -> str:
+        """
+        Looks.
+
+        Args:
+            place: Where.
+        """
+        return place
+
+    async def awaited(place: str) -> str:
+        return look(place)
+
+    def one_by_one(place: str) -> Any:
+        yield look(place)
+
+    async def later(place: str) -> Any:
+        yield look(place)
+
+    for function, reason in ((awaited, "async"), (one_by_one, "generator"), (later, "generator")):
+        with pytest.raises(ValueError, match=f"look is .*{reason}"):
+            ToolEnvironment([functools.wraps(look)(function)], [{"question": "?", "answer": "1"}])
+    for function in (awaited, one_by_one, later):
+        hidden = functools.wraps(look)(lambda place, function=function: function(place))
+        environment = ToolEnvironment([hidden], [{"question": "?", "answer": "1"}])
+        environment.reset(seed=0)
+        with pytest.raises(EnvironmentProtocolError, match="look returned"):
+            environment.step('<tool_call>{"name": "look", "arguments": {"place": "x"}}</tool_call>')
+
+
+def test_the_model_sees_an_error_that_cannot_be_written() -> None:
+    class Unwritable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    def look() -> str:
+        """
+        Looks.
+        """
+        raise Unwritable
+
+    result = Toolbox([look]).run(ToolCall("look"))
+    assert str(result).startswith("Error: Unwritable: ") and "RuntimeError" in str(result)
 
 
 def test_ctrl_c_in_a_tool_stays_ctrl_c() -> None:

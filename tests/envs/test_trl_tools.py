@@ -7,10 +7,12 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers.utils import get_json_schema
 
 from agile_trainers.envs import check_environment, make_environment_factory, play
+from agile_trainers.envs.checker import EnvironmentProtocolError, validate_step
 from agile_trainers.envs.context import Context
 from agile_trainers.envs.libraries.trl_tools import AsyncTRLEnvironment, TRLEnvironment, trl_environment
 from agile_trainers.types import Message
@@ -103,6 +105,49 @@ def test_an_episode() -> None:
     )  # fmt: skip
     assert environment.step(call("add", amount=3))[1:3] == (0.0, False)
     assert environment.step("done") == ("", 1.0, True, False, {"calls": 3, "failed_calls": 0, "success": True})
+
+
+@pytest.mark.parametrize("reported", [np.True_, 1.0])
+def test_a_success_of_numpy_counts(reported: Any) -> None:
+    class Grid(Counter):
+        success = reported
+
+    environment = made(Grid)
+    environment.reset(seed=3)
+    assert validate_step(environment.step("done"))[4]["success"] is True
+
+
+def test_a_success_that_is_none_is_named() -> None:
+    class Told(Counter):
+        success: Any = None
+
+    environment = made(Told)
+    environment.reset(seed=3)
+    assert "success" not in environment.step("done")[4]
+    environment.object.success = "won"
+    with pytest.raises(EnvironmentProtocolError, match=r"success.*'won'.*True or False"):
+        validate_step(environment.step("done"))
+
+
+@pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0]])
+def test_a_reward_function_that_gives_no_list_of_one_is_named(returned: Any) -> None:
+    def pays(**given: Any) -> Any:
+        return returned
+
+    environment = made(Counter, reward_funcs=pays)
+    environment.reset(seed=3)
+    with pytest.raises(ValueError, match=r"'pays' returned .* list of one"):
+        environment.step("done")
+
+
+def test_an_object_whose_call_is_async_rewards() -> None:
+    class Pays:
+        async def __call__(self, **given: Any) -> list[float]:
+            return [0.5]
+
+    environment = made(Silent, reward_funcs=Pays())
+    environment.reset(seed=3, options={"prompt": "?"})
+    assert asyncio.run(environment.step("done"))[1] == 0.5
 
 
 @pytest.mark.parametrize(

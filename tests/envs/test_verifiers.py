@@ -139,6 +139,44 @@ def test_the_checker_finds_nothing() -> None:
     assert not report.findings, str(report)
 
 
+def test_a_task_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reverse_taskset
+    import verifiers.v1 as vf
+
+    class Hits(vf.State):
+        hits: int = 3
+
+    class WithState(vf.Task[reverse_taskset.ReverseData, Hits, vf.TaskConfig]):
+        @vf.reward
+        async def counted(self, trace: vf.Trace) -> float:
+            return float(trace.state.hits)
+
+    monkeypatch.setattr(reverse_taskset, "ReverseTask", WithState)
+    environment = make_environment_factory("verifiers:reverse_taskset")()
+    environment.reset(seed=0)
+    assert step(environment, "enots")[1] == 3.0
+
+
+@pytest.mark.parametrize("kind", ["parts", "call", "result"])
+def test_prompts_that_are_no_texts_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    import reverse_taskset
+    import verifiers.v1 as vf
+
+    message = {
+        "parts": vf.UserMessage(content=[vf.TextContentPart(text="2+2?")]),
+        "call": vf.AssistantMessage(content=None, tool_calls=[vf.ToolCall(id="a", name="f", arguments="{}")]),
+        "result": vf.ToolMessage(tool_call_id="a", content="r"),
+    }[kind]
+
+    def data(prompt: str, **options: Any) -> Any:
+        return made(prompt=[message, vf.UserMessage(content=prompt)], **options)
+
+    made = reverse_taskset.ReverseData
+    monkeypatch.setattr(reverse_taskset, "ReverseData", data)
+    with pytest.raises(ValueError, match="one answer: a prompt has parts, images or calls of tools"):
+        make_environment_factory("verifiers:reverse_taskset")
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("setup", "define setup"), ("runtime", "files look into a runtime")])
 def test_tasks_of_more_than_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str, reason: str) -> None:
     import reverse_taskset

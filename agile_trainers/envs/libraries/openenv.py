@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.checker import read_success
 from agile_trainers.envs.libraries import LIBRARIES
 
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -139,8 +140,8 @@ class OpenEnvEnvironment:
             return told, 0.0, False, False, {}
         observation = answer["observation"]
         info = {"observation": observation}
-        if isinstance(observation.get("success"), bool):
-            info["success"] = observation["success"]
+        if (success := read_success(observation.get("success"))) is not None:
+            info["success"] = success
         return self._text(observation), float(answer.get("reward") or 0.0), bool(answer.get("done")), False, info
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ from agile_trainers.envs.tools.toolbox import (
     count_failed,
     describe_tools,
     dropping_results,
+    is_async,
     parse_tool_calls,
 )
 from agile_trainers.imports import load_named
@@ -68,7 +69,7 @@ def trl_environment(factory: Callable[[], Any] | None = None, **kwargs: Any) -> 
     methods = _tools(first := factory())
     last = [*methods.values(), getattr(first, "get_reward", None)]
     last += [one for name in ("tools", "reward_funcs") for one in _as_list(kwargs.get(name, ()))]
-    kind = AsyncTRLEnvironment if any(inspect.iscoroutinefunction(method) for method in last) else TRLEnvironment
+    kind = AsyncTRLEnvironment if any(map(is_async, last)) else TRLEnvironment
     kind(factory, **kwargs)
     return functools.partial(kind, factory, **kwargs)
 
@@ -115,7 +116,8 @@ class TRLEnvironment:
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
     members of a group must start in the same state.
 
-    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute.
+    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute,
+    which must be True, False, 1 or 0 (NumPy's too), or None for an episode that reports none.
 
     Args:
         factory: Makes one object.
@@ -173,7 +175,7 @@ class TRLEnvironment:
             raise ValueError(f"announce must be 'system' or 'no', got {announce!r}.")
         if keep_results is not None:
             self.context = dropping_results(keep_results)
-        self._toolbox = Toolbox(list(self.tools.values()))
+        self._toolbox = Toolbox(list(self.tools.values()), awaits=isinstance(self, AsyncTRLEnvironment))
         self.schemas = self._toolbox.schemas
         self._announcement = describe_tools(self.schemas, call_format) if announce == "system" else ""
 
@@ -247,7 +249,8 @@ class TRLEnvironment:
     def _total(self, values: list[Any]) -> float:
         """Add up what :meth:`_rewards` gave."""
         own = [values.pop(0)] if hasattr(self.object, "get_reward") else []
-        weighted = [*((1.0, value) for value in own), *zip(self.reward_weights, (value[0] for value in values))]
+        values = [_only(*named) for named in zip(self.reward_funcs, values, strict=True)]
+        weighted = [*((1.0, value) for value in own), *zip(self.reward_weights, values)]
         given = [weight * float(value) for weight, value in weighted if value is not None]
         self.rewarded = bool(given)
         return math.fsum(given)
@@ -256,7 +259,8 @@ class TRLEnvironment:
         info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
         if not self.rewarded:
             info[UNREWARDED] = True
-        if isinstance(success := getattr(self.object, "success", None), bool):
+        success = getattr(self.object, "success", None)
+        if success is not None and not callable(success):  # a tool may have the name
             info["success"] = success
         return info
 
@@ -325,6 +329,18 @@ def _waits(part: dict[str, Any]) -> bool:
 
 def _as_list(functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
     return [functions] if callable(functions) else list(functions)
+
+
+def _only(function: Any, values: Any) -> Any:
+    """Return the reward that a function gave the one episode it was called with."""
+    try:
+        (value,) = values
+    except (TypeError, ValueError):
+        name = getattr(function, "__name__", function)
+        raise ValueError(
+            f"The reward function {name!r} returned {values!r:.100} for one episode; expected a list of one reward or None."
+        ) from None
+    return value
 
 
 async def _awaited(value: Any | Awaitable[Any]) -> Any:

@@ -167,7 +167,7 @@ class VerifiersEnvironment(_Tasks):
         check_arguments(f"verifiers:{taskset}", config, vf.taskset_config_type(taskset).model_fields)
         loaded = vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset, **config))
         super().__init__(taskset, loaded)
-        if reason := _needs_more(vf, taskset, loaded, self.tasks[0]):
+        if reason := _needs_more(vf, taskset, loaded, self.tasks):
             raise ValueError(
                 f"{self.name} cannot be played with one answer: {reason}. Name the seats of its environment as env={{...}} "
                 "(docs/verifiers.md)."
@@ -206,7 +206,8 @@ class VerifiersEnvironment(_Tasks):
         said = vf.AssistantMessage(content=answer)
         nodes.append(vf.MessageNode(parent=len(nodes) - 1, message=said, sampled=True))
         task = vf.TraceTask(type=type(self.task).__name__, data=self.task.data)
-        return vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes)
+        state = importlib.import_module("verifiers.v1.state").state_cls(type(self.task))()
+        return vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, state=state)
 
 
 def _result(traces: Sequence[Any]) -> dict[str, Any]:
@@ -225,21 +226,29 @@ def _means(each: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     return {name: fmean(some) for name, some in values.items() if some}
 
 
-def _needs_more(vf: Any, taskset: str, tasks: Any, task: Any) -> str | None:
-    """Return the reason why a task needs more than a prompt and an answer, or None."""
+def _needs_more(vf: Any, taskset: str, loaded: Any, tasks: Sequence[Any]) -> str | None:
+    """Return the reason why tasks need more than a prompt and an answer, or None."""
+    task = tasks[0]
     scoring = [*task.hooks("reward"), *task.hooks("metric")]
     runtime = [f.__name__ for f in scoring if "runtime" in inspect.signature(f).parameters]
     overridden = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]
     reasons = {
         "it brings an environment of its own": vf.environment_class(taskset) is not vf.SingleAgentEnv,
-        "its tasks have tools": bool(task.toolsets(task.config) or tasks.toolsets(tasks.config)),
+        "its tasks have tools": bool(task.toolsets(task.config) or loaded.toolsets(loaded.config)),
         "its tasks need a container": task.NEEDS_CONTAINER,
         "its tasks have no prompt": task.data.prompt is None,
+        "a prompt has parts, images or calls of tools": not all(_is_text(one.data.prompt) for one in tasks),
         f"its tasks define {' and '.join(overridden)}, which need a runtime": bool(overridden),
         f"{', '.join(runtime)} look into a runtime": bool(runtime),
         "nothing rewards an answer": not task.hooks("reward"),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str | None) or all(
+        message.role in ("system", "user", "assistant") and isinstance(message.content, str) for message in prompt
+    )
 
 
 def _prompt(data: Any) -> list[Message]:

@@ -56,7 +56,7 @@ class ToolEnvironment(ReasoningEnvironment):
         options: Further arguments of ``ReasoningEnvironment``: ``reward_fn``, ``template``, ``split``, ...
 
     Raises:
-        ValueError: If two tools have the same name, or an option is wrong.
+        ValueError: If two tools have the same name, one is ``async`` or a generator, or an option is wrong.
         Exception: Of transformers, if a tool has no usable docstring or type hints.
     """
 

@@ -15,6 +15,7 @@ from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
 from agile_trainers.envs.base import Observation
+from agile_trainers.envs.checker import EnvironmentProtocolError, describe_error
 from agile_trainers.envs.context import History, LastObservations
 from agile_trainers.envs.images import as_content, is_image, read_part
 from agile_trainers.envs.isolation.levels import IsolationError
@@ -25,6 +26,10 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
 _BETWEEN = re.compile(r"[\s;]*")
 _PYTHON_TAG = "<|python_tag|>"
+_WITHOUT_ASYNC = (
+    "Let it return its result (a wrapper may call asyncio.run), or play an `async def` tool by "
+    "trl_environment(tools=[...])."
+)
 _SHOWN = 200
 """Characters of an error that the model sees."""
 
@@ -176,13 +181,14 @@ class Toolbox:
 
     Args:
         tools: The functions, each with a docstring that describes it and every argument.
+        awaits: Whether its user runs calls by :meth:`run_awaited`, so that tools may be ``async``.
 
     Raises:
-        ValueError: If two tools have the same name, or there is none.
+        ValueError: If two tools have the same name, there is none, or one is a generator or is not awaited.
         Exception: Of transformers, if a tool has no usable docstring or type hints.
     """
 
-    def __init__(self, tools: Sequence[Callable[..., Any]]):
+    def __init__(self, tools: Sequence[Callable[..., Any]], *, awaits: bool = False):
         self.schemas = [get_json_schema(tool) for tool in tools]
         """JSON schemas in the form of chat templates."""
         for schema in self.schemas:
@@ -191,6 +197,11 @@ class Toolbox:
         """Functions by name."""
         if not tools or len(self.tools) < len(tools):
             raise ValueError(f"Pass at least one tool, with different names: got {list(self.tools)}.")
+        for name, tool in self.tools.items():
+            if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+                raise ValueError(f"The tool {name} is a generator, whose values nobody takes. Return a list of them.")
+            if is_async(tool) and not awaits:
+                raise ValueError(f"The tool {name} is async, and is not awaited here. {_WITHOUT_ASYNC}")
         self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
 
     def error(self, call: ToolCall | MalformedCall) -> str | None:
@@ -211,9 +222,10 @@ class Toolbox:
 
         Raises:
             IsolationError: If this machine cannot isolate the tool.
+            EnvironmentProtocolError: If the tool returned a coroutine or a generator.
         """
         try:
-            return _shown(self._invoke(call))
+            return _shown(_result(call, self._invoke(call)))
         except BaseException as error:
             pass_on_interrupt(error)
             return _failure(error)
@@ -222,7 +234,7 @@ class Toolbox:
         """Run a call like :meth:`run`, and await its result if it is awaitable."""
         try:
             result = self._invoke(call)
-            return _shown(await result if inspect.isawaitable(result) else result)
+            return _shown(_result(call, await result if inspect.isawaitable(result) else result))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -234,6 +246,25 @@ class Toolbox:
         if error is not None or isinstance(call, MalformedCall):
             raise ValueError(error)
         return self.tools[call.name](**call.arguments)
+
+
+class _NoResultError(EnvironmentProtocolError):
+    """A tool returned what nobody has run: it ends the episode, since the model cannot mend it."""
+
+
+def is_async(function: Any) -> bool:
+    """Return whether a function, or the ``__call__`` of an object, is ``async``."""
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
+def _result(call: ToolCall | MalformedCall, result: Any) -> Any:
+    """Return the result of a call, which is no mistake of the model if it is none."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if hasattr(result, "close"):
+            result.close()
+        name = call.name if isinstance(call, ToolCall) else ""
+        raise _NoResultError(f"The tool {name} returned {type(result).__name__}, no result. {_WITHOUT_ASYNC}")
+    return result
 
 
 def count_failed(results: Sequence[Content]) -> int:
@@ -303,7 +334,11 @@ def _shown(result: Any) -> Content:
 
 
 def _failure(error: BaseException) -> str:
-    if isinstance(error, IsolationError):
+    if isinstance(error, (IsolationError, _NoResultError)):
         raise error
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{_FAILED}{kind}{error}"
+    try:
+        return f"{_FAILED}{kind}{error}"
+    except BaseException as second:  # of its __str__
+        pass_on_interrupt(second)
+        return f"{_FAILED}{describe_error(error)}"

@@ -7,10 +7,8 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
@@ -26,7 +24,6 @@ from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
     describe_error,
     describe_failure,
-    validate_context,
     validate_result,
 )
 from agile_trainers.envs.tools.toolbox import ToolCall, parse_tool_calls
@@ -34,16 +31,22 @@ from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.records.plain import plain_text
 from agile_trainers.rollout.agents.dialects.base import parse as strict_json
 from agile_trainers.rollout.agents.requests import (
-    FROZEN,
     POLICY,
     Answer,
+    Asked,
     CalledTool,
     ChatRequest,
     Choice,
+    Received,
     Refusal,
     SampledToken,
     Ticket,
+    as_message,
+    check_name_lengths,
     check_request,
+    over,
+    refuse_request,
+    rewarded_too_early,
 )
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
@@ -120,17 +123,6 @@ def tool_calls(
     )
 
 
-def as_message(choice: Choice) -> Message:
-    """Return the message that a client has of an answer."""
-    message: Message = {"role": "assistant", "content": choice.text}
-    if choice.tool_calls:
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-            for one in choice.tool_calls
-        ]
-    return message
-
-
 def _call_id(identity: bytes, place: int) -> str:
     number, letters = int.from_bytes(sha256(identity + bytes([place % 256, place // 256])).digest()), ""
     for _ in range(_ID_LENGTH):
@@ -144,8 +136,6 @@ logger = logging.get_logger(__name__)
 _LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
 _SHOWN = 40
 """Characters around a difference that a record shows."""
-_LONGEST_NAME = 1000
-"""Characters of names and ids in messages, which templates may leave out of the prompt, and records hold."""
 
 
 @dataclass(eq=False)
@@ -200,28 +190,18 @@ class _Sample:
         return self.key, self.occurrence
 
 
-@dataclass(eq=False)
-class _Asked:
-    """A request and the tickets of all that wait for its answer: of the first time it was sent, and of repetitions."""
+@dataclass(eq=False, kw_only=True)
+class _Asked(Asked):
+    """A request, and what is sampled for it."""
 
-    request: ChatRequest
-    digest: bytes
     number: int
     """Requests before it."""
     context: tuple[str, ...]
     """A key of each message as sent."""
     tools: str
-    waiting: list[Ticket]
     samples: list[_Sample] = field(default_factory=list)
-    answer: Answer | None = None
     answered: float = math.inf
     """Samples that were asked for before its answer was there."""
-    delivered: bool = False
-    abandoned: bool = False
-
-    @property
-    def trained(self) -> bool:
-        return self.request.model == POLICY
 
 
 class AgentEpisode:
@@ -241,10 +221,9 @@ class AgentEpisode:
     def __init__(self, index: int, spec: EpisodeSpec, limits: Limits, chat: ChatRenderer, agent: Agent) -> None:
         self.index, self.spec, self.limits, self.chat, self.agent = index, spec, limits, chat, agent
         self.stop_reason: StopReason | None = None
-        self.asked: dict[str, _Asked] = {}
-        """Requests by the answer's id. Other threads read them."""
-        self._by_key: dict[str, _Asked] = {}
-        self._by_digest: defaultdict[bytes, list[_Asked]] = defaultdict(list)
+        self.posted: deque[tuple[float, _Sample]] = deque()
+        """Rewards that the endpoint has taken and :meth:`reward` has not."""
+        self._received: Received[_Asked] = Received()
         self._by_answer: defaultdict[str, list[_Sample]] = defaultdict(list)
         self._samples: list[_Sample] = []
         """The samples that were asked for, in order; the index is the generator's ``call``."""
@@ -286,7 +265,7 @@ class AgentEpisode:
         if all(one.choice is not None for one in asked.samples):
             request = asked.request
             choices = tuple(one.choice for one in asked.samples if one.choice is not None)
-            asked.answer = Answer(
+            answer = Answer(
                 id=self._id(asked),
                 model=request.model,
                 created=int(time.time()),
@@ -295,24 +274,17 @@ class AgentEpisode:
                 completion_tokens=sum(len(one.ids) for one in asked.samples),
             )
             asked.answered = len(self._samples)
-            for ticket in asked.waiting:
-                _send(ticket, asked.answer)
+            asked.send(answer)
 
     def delivered(self, ticket: Ticket) -> None:
         """Note that a client got its answer."""
-        for asked in self.asked.values():
-            if ticket in asked.waiting:
-                asked.delivered = True
-                asked.waiting.remove(ticket)
+        self._received.delivered(ticket)
 
     def abandoned(self, ticket: Ticket) -> None:
         """Note that a client hung up: its answer waits for the next equal request."""
-        for asked in self.asked.values():
-            if ticket in asked.waiting:
-                asked.waiting.remove(ticket)
-                asked.abandoned = not asked.delivered and not asked.waiting
-                for sample in asked.samples:
-                    sample.info["hung_up"] = True
+        for asked in self._received.abandoned(ticket):
+            for sample in asked.samples:
+                sample.info["hung_up"] = True
 
     def reward(self, value: float, sample: _Sample) -> None:
         """Reward an answer that :meth:`sample_of` has found."""
@@ -331,24 +303,10 @@ class AgentEpisode:
         if call is None:
             answered = [one for one in list(self._samples) if one.choice is not None and one.asked.trained]
             if not answered:
-                raise Refusal("A call is rewarded after its answer, and this episode has none yet.", 404)
+                raise rewarded_too_early()
             return answered[-1]
-        name, _, place = call.partition(":")
-        asked = self._asked_as(name)
-        samples = [] if asked is None else asked.samples
-        if not samples or (place and place not in map(str, range(len(samples)))):
-            raise Refusal(f"No answer of this episode has the id {call!r:.100}; expected `response.id`.", 404)
-        if asked is not None and not asked.trained:
-            raise Refusal(
-                f"The answer {call!r:.100} is of {FROZEN!r}, which is not trained; expected one of {POLICY!r}."
-            )
-        if len(samples) > 1 and not place:
-            raise Refusal(f"The answer {call!r:.100} has {len(samples)} choices. Reward one as '{call:.100}:0'.")
-        return samples[int(place or 0)]
-
-    def _asked_as(self, name: str) -> _Asked | None:
-        """Return the request whose answer has an id, which a dialect has put its prefix before."""
-        return self.asked.get(name.replace("-", "_").rpartition("_")[2])
+        asked, place = self._received.rewarded(call)
+        return asked.samples[place]
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Take what the agent returned, or its exception, and refuse the requests that are still open."""
@@ -383,7 +341,7 @@ class AgentEpisode:
 
     def close(self) -> None:
         """Refuse the requests that are still open."""
-        for asked in self.asked.values():
+        for asked in self._received.by_id.values():
             for ticket in asked.waiting:
                 refuse_request(ticket, over())
 
@@ -501,23 +459,25 @@ class AgentEpisode:
     # ------------------------------------------------------------------------------------------------------ requests
 
     def _ask(self, ticket: Ticket) -> list[GenerationRequest]:
-        request, digest = ticket.request, sha256(ticket.request.body).digest()
-        request.body = b""  # megabytes, for as long as the episode
-        if (earlier := self._repeated(ticket, digest)) is not None:
+        request = ticket.request
+        if (earlier := self._received.repeated(ticket)) is not None:
             for sample in earlier.samples:
                 sample.info["repeated"] = sample.info.get("repeated", 0) + 1
-            earlier.waiting.append(ticket)
-            if earlier.answer is not None:
-                _send(ticket, earlier.answer)
             return []
         self._check(request)
         if len(request.messages) > self.limits.max_model_length:  # each has a token of its own
             raise self._too_long(len(request.messages))
         self._check_size(request)
-        messages = self._messages(request)
+        messages = self._received.conversation(request)
         if request.previous is not None:  # with the conversation before
             self._check_size(request)
-        asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
+        asked = _Asked(
+            request=request,
+            waiting=[ticket],
+            number=len(self._received.by_id),
+            context=tuple(map(_key, messages)),
+            tools=_text(request.tools),
+        )
         try:
             pictures = self.chat.pictures(messages)
             first = self._rendered(asked, messages)
@@ -538,10 +498,7 @@ class AgentEpisode:
             sample.fork = self._fork(sample)
             asked.samples.append(sample)
             requests.append(self._submitted(sample))
-        self.asked[self._id(asked)] = asked
-        self._by_digest[digest].append(asked)
-        if ticket.marks.key is not None:
-            self._by_key[ticket.marks.key] = asked
+        self._received.add(self._id(asked), asked, ticket.marks)
         return requests
 
     def _too_long(self, tokens: int) -> Refusal:
@@ -551,19 +508,6 @@ class AgentEpisode:
             f"no room for an answer to a prompt of {tokens} or more. Shorten the conversation, or raise max_model_length.",
             code=CONTEXT_FULL,
         )
-
-    def _repeated(self, ticket: Ticket, digest: bytes) -> _Asked | None:
-        """Return the request that this one repeats: by its key, or an equal one if the client says or hung up."""
-        marks = ticket.marks
-        if marks.key is not None and (known := self._by_key.get(marks.key)) is not None:
-            if known.digest != digest:
-                raise Refusal("The Idempotency-Key was used for another request. Give every request a key of its own.")
-            return known
-        equal = self._by_digest.get(digest, [])
-        if marks.retries > 0:
-            undelivered = [one for one in equal if not one.delivered]
-            return undelivered[0] if undelivered else equal[-1] if equal else None
-        return next((one for one in equal if one.abandoned and not one.delivered and not one.waiting), None)
 
     def _check(self, request: ChatRequest) -> None:
         """Refuse a request that this run does not answer."""
@@ -579,34 +523,11 @@ class AgentEpisode:
     def _check_size(self, request: ChatRequest) -> None:
         """Refuse a request that is too long whatever its tokens are: megabytes take minutes, and all episodes would wait."""
         messages = [one for one in request.messages if isinstance(one, dict) and "content" in one]  # others are refused
-        for message in messages:
-            calls = message.get("tool_calls") or ()
-            names = [message.get("name"), message.get("tool_call_id"), *(call.get("id") for call in calls)]
-            if name := next((one for one in names if one is not None and len(one) > _LONGEST_NAME), None):
-                raise Refusal(
-                    f"A name or the id of a tool call has {len(name):,} characters ({name[:40]!r}...); expected at most "
-                    f"{_LONGEST_NAME:,}."
-                )
+        check_name_lengths(messages)
         longest = self.chat.longest_token
         for characters in accumulate(_least_characters(messages, request.tools, longest)):
             if characters > self.limits.max_model_length * longest:
                 raise self._too_long(-(-characters // longest))
-
-    def _messages(self, request: ChatRequest) -> list[Message]:
-        """Return the whole conversation that a request asks to be answered, as plain data."""
-        own = request.messages[: request.instructed]
-        before: list[Message] = []
-        if request.previous is not None:
-            asked = self._asked_as(request.previous)
-            if asked is None or asked.answer is None:
-                raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
-            before = [*asked.request.messages[asked.request.instructed :], as_message(asked.answer.choices[0])]
-        try:
-            messages = validate_context([*own, *before, *request.messages[request.instructed :]], "the request")
-        except EnvironmentProtocolError as error:
-            raise Refusal(str(error)) from error
-        request.messages = messages
-        return messages
 
     def _rendered(self, asked: _Asked, messages: list[Message]) -> _Sample:
         """Return a sample of a request with its prompt: an echo of an earlier answer keeps the ids that were sampled."""
@@ -743,17 +664,6 @@ class AgentEpisode:
         return sha256(_text([*map(int, self.spec.stream), asked.number]).encode()).hexdigest()[:24]
 
 
-def over() -> Refusal:
-    """The refusal of a request after the end of its episode."""
-    return Refusal("The episode is over: its agent has returned, or a limit ended it.", code="episode_over")
-
-
-def refuse_request(ticket: Ticket, refusal: Refusal) -> None:
-    """Answer a request with a refusal, unless it has an answer."""
-    with suppress(InvalidStateError):
-        ticket.answer.set_exception(refusal)
-
-
 def noise_of(
     stream: tuple[int, ...], prompt: bytes, occurrence: Sequence[int], *, trained: bool = True
 ) -> np.random.Generator:
@@ -767,11 +677,6 @@ def noise_of(
     """
     entropy = [*stream, *_words(prompt), int(trained), *occurrence]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-
-
-def _send(ticket: Ticket, answer: Answer) -> None:
-    with suppress(InvalidStateError):
-        ticket.answer.set_result(answer)
 
 
 def _key(message: Message) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from hashlib import sha256
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from agile_trainers.envs.agent import Agent, Endpoint
+from agile_trainers.envs.checker import EnvironmentProtocolError, validate_context
 from agile_trainers.types import Message
 
 POLICY = "policy"
@@ -18,6 +22,8 @@ FROZEN = "policy-frozen"
 
 _LONGEST_SETTING = 1000
 """Characters that are kept of a setting."""
+_LONGEST_NAME = 1000
+"""Characters of names and ids in messages, which templates may leave out of the prompt, and records hold."""
 
 
 class Refusal(Exception):
@@ -40,6 +46,16 @@ def wrong_key(kind: str) -> Refusal:
     """The refusal of a key that is none of this kind, ``"api_key"`` or ``"reward_key"``."""
     hint = ", which a program does not get: what `score` returns is its reward" if kind == "reward_key" else ""
     return Refusal(f"The key is of no episode of this rollout; expected model.{kind}{hint}.", 401, "invalid_api_key")
+
+
+def over() -> Refusal:
+    """The refusal of a request after the end of its episode."""
+    return Refusal("The episode is over: its agent has returned, or a limit ended it.", code="episode_over")
+
+
+def rewarded_too_early() -> Refusal:
+    """The refusal of a reward before the first answer."""
+    return Refusal("A call is rewarded after its answer, and this episode has none yet.", 404)
 
 
 @dataclass
@@ -77,7 +93,9 @@ class ChatRequest:
     instructed: bool = False
     """True if the first message is ``instructions`` for this answer alone; an answer that follows it does not get them."""
     body: bytes = b""
-    """The body as received, to know a repeated request by; the server sets it."""
+    """The body as received; the server sets it."""
+    digest: bytes = b""
+    """Digest of the body, to know a repeated request by."""
 
     def __post_init__(self) -> None:
         # Both are kept with the episode, and the first are recorded with each call.
@@ -119,6 +137,22 @@ def check_request(request: ChatRequest, agent: Agent) -> None:
         )
     if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
         raise Refusal(f"n={request.n} and max_tokens={request.max_tokens}: both must be at least 1.")
+
+
+def check_name_lengths(messages: list[Message]) -> None:
+    """Refuse names and ids in messages that are too long.
+
+    Raises:
+        Refusal: The refusal.
+    """
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        names = [message.get("name"), message.get("tool_call_id"), *(call.get("id") for call in calls)]
+        if name := next((one for one in names if one is not None and len(one) > _LONGEST_NAME), None):
+            raise Refusal(
+                f"A name or the id of a tool call has {len(name):,} characters ({name[:40]!r}...); expected at most "
+                f"{_LONGEST_NAME:,}."
+            )
 
 
 @dataclass(frozen=True)
@@ -173,6 +207,17 @@ class Choice:
     """The string of the request's ``stop`` that ended it."""
 
 
+def as_message(choice: Choice) -> Message:
+    """Return the message that a client has of an answer."""
+    message: Message = {"role": "assistant", "content": choice.text}
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in choice.tool_calls
+        ]
+    return message
+
+
 @dataclass(frozen=True)
 class Answer:
     """The answer to a request."""
@@ -195,6 +240,149 @@ class Ticket:
     marks: Marks = Marks()
     answer: Future[Answer] = field(default_factory=Future)
     """Set from another thread to the answer or a :class:`Refusal`."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request and the tickets of all that wait for its answer: of the first time it was sent, and of repetitions."""
+
+    request: ChatRequest
+    waiting: list[Ticket]
+    answer: Answer | None = None
+    delivered: bool = False
+    abandoned: bool = False
+
+    @property
+    def trained(self) -> bool:
+        """True if its answers are the policy's."""
+        return self.request.model == POLICY
+
+    def send(self, answer: Answer) -> None:
+        """Send an answer to all that wait for it."""
+        self.answer = answer
+        for ticket in self.waiting:
+            _send(ticket, answer)
+
+
+_Asked = TypeVar("_Asked", bound=Asked)
+
+
+class Received(Generic[_Asked]):
+    """The requests of one episode that were not refused. Other threads read them."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, _Asked] = {}
+        """Requests by the answer's id."""
+        self._by_key: dict[str, _Asked] = {}
+        self._by_digest: defaultdict[bytes, list[_Asked]] = defaultdict(list)
+
+    def repeated(self, ticket: Ticket) -> _Asked | None:
+        """Return the request that another one repeats, whose answer that also gets; None if it repeats none."""
+        request = ticket.request
+        request.digest = sha256(request.body).digest()
+        request.body = b""  # megabytes, for as long as the episode
+        earlier = self._earlier(ticket.marks, request.digest)
+        if earlier is not None:
+            earlier.waiting.append(ticket)
+            if earlier.answer is not None:
+                _send(ticket, earlier.answer)
+        return earlier
+
+    def _earlier(self, marks: Marks, digest: bytes) -> _Asked | None:
+        """Return the request that this one repeats: by its key, or an equal one if the client says or hung up."""
+        if marks.key is not None and (known := self._by_key.get(marks.key)) is not None:
+            if known.request.digest != digest:
+                raise Refusal("The Idempotency-Key was used for another request. Give every request a key of its own.")
+            return known
+        equal = self._by_digest.get(digest, [])
+        if marks.retries > 0:
+            undelivered = [one for one in equal if not one.delivered]
+            return undelivered[0] if undelivered else equal[-1] if equal else None
+        return next((one for one in equal if one.abandoned and not one.delivered and not one.waiting), None)
+
+    def add(self, identity: str, asked: _Asked, marks: Marks) -> None:
+        """Keep a request that repeats none.
+
+        Args:
+            identity: Its answer's id.
+            asked: The request.
+            marks: Its headers.
+        """
+        self.by_id[identity] = asked
+        self._by_digest[asked.request.digest].append(asked)
+        if marks.key is not None:
+            self._by_key[marks.key] = asked
+
+    def delivered(self, ticket: Ticket) -> None:
+        """Note that a client got its answer."""
+        for asked in self.by_id.values():
+            if ticket in asked.waiting:
+                asked.delivered = True
+                asked.waiting.remove(ticket)
+
+    def abandoned(self, ticket: Ticket) -> list[_Asked]:
+        """Note that a client hung up: its answer waits for the next equal request. Return what it had asked."""
+        left = [asked for asked in self.by_id.values() if ticket in asked.waiting]
+        for asked in left:
+            asked.waiting.remove(ticket)
+            asked.abandoned = not asked.delivered and not asked.waiting
+        return left
+
+    def conversation(self, request: ChatRequest) -> list[Message]:
+        """Return the whole conversation that a request asks to be answered, as plain data.
+
+        Raises:
+            Refusal: If it goes on from an answer that there is not, or is none that can be answered.
+        """
+        own = request.messages[: request.instructed]
+        before: list[Message] = []
+        if request.previous is not None:
+            asked = self._find(request.previous)
+            if asked is None or asked.answer is None:
+                raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
+            before = [*asked.request.messages[asked.request.instructed :], as_message(asked.answer.choices[0])]
+        try:
+            messages = validate_context([*own, *before, *request.messages[request.instructed :]], "the request")
+        except EnvironmentProtocolError as error:
+            raise Refusal(str(error)) from error
+        request.messages = messages
+        return messages
+
+    def rewarded(self, call: str) -> tuple[_Asked, int]:
+        """Return the request whose answer a reward names, and which of its choices.
+
+        Args:
+            call: The answer's id with its dialect's prefix, of several choices with ``:index`` after it.
+
+        Raises:
+            Refusal: If there is none, or there are several.
+        """
+        name, _, place = call.partition(":")
+        asked = self._find(name)
+        if asked is None or (place and place not in map(str, range(asked.request.n))):
+            raise Refusal(f"No answer of this episode has the id {call!r:.100}; expected `response.id`.", 404)
+        if not asked.trained:
+            raise Refusal(
+                f"The answer {call!r:.100} is of {FROZEN!r}, which is not trained; expected one of {POLICY!r}."
+            )
+        if asked.request.n > 1 and not place:
+            raise Refusal(f"The answer {call!r:.100} has {asked.request.n} choices. Reward one as '{call:.100}:0'.")
+        return asked, int(place or 0)
+
+    def _find(self, name: str) -> _Asked | None:
+        """Return the request whose answer has an id, which a dialect has put its prefix before."""
+        return self.by_id.get(name.replace("-", "_").rpartition("_")[2])
+
+
+def _send(ticket: Ticket, answer: Answer) -> None:
+    with suppress(InvalidStateError):
+        ticket.answer.set_result(answer)
+
+
+def refuse_request(ticket: Ticket, refusal: Refusal) -> None:
+    """Answer a request with a refusal, unless it has an answer."""
+    with suppress(InvalidStateError):
+        ticket.answer.set_exception(refusal)
 
 
 class Exchange(Protocol):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from threading import Lock
+from typing import Any, Generic, Protocol, TypeVar
 
-from agile_trainers.envs.agent import Endpoint, Model, Task
+from agile_trainers.envs.agent import Agent, Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
-from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse_request
-from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket, wrong_key
+from agile_trainers.rollout.agents.episode import AgentEpisode
+from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket, over, refuse_request, wrong_key
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -33,7 +35,7 @@ class AgentRollout:
         self._pool, self._chat = pool, chat
         from agile_trainers.rollout.agents.server import AgentServer  # aiohttp, which stepped environments do not need
 
-        self._exchange = _Exchange(pool.post)
+        self._exchange: EpisodeExchange[AgentEpisode] = EpisodeExchange(pool.post)
         self._server = AgentServer(self._exchange)
 
     def __enter__(self) -> AgentRollout:
@@ -73,9 +75,11 @@ class AgentRollout:
             case "abandoned":
                 episode.abandoned(value)
             case "reward":
-                episode.reward(*value)
+                episode.reward(*episode.posted.popleft())
             case "play":
                 self._exchange.dismiss(episode)
+                while episode.posted:  # whoever gave them has been told that they count
+                    episode.reward(*episode.posted.popleft())
                 episode.end(value, outcome.error)
         self._pool.waits(outcome.episode, episode.waits)
         return requests
@@ -93,29 +97,53 @@ class AgentRollout:
                 refuse_request(outcome.value, over())
 
 
-class _Exchange:
-    """Finds the episode of a key, for the server's thread."""
+class _Episode(Protocol):
+    index: int
+    agent: Agent
+    posted: deque[tuple[float, Any]]
+    """Rewards that have been posted, in order: an outcome ``"reward"`` for each."""
+
+    def sample_of(self, call: str | None) -> Any:
+        """Return the answer that a reward names.
+
+        Raises:
+            Refusal: If there is none.
+        """
+
+
+_E = TypeVar("_E", bound=_Episode)
+
+
+class EpisodeExchange(Generic[_E]):
+    """Finds the episode of a key, for the server's thread.
+
+    Args:
+        post: Takes what comes in for an episode.
+    """
 
     def __init__(self, post: Callable[[Outcome], None]) -> None:
         self._post = post
-        self._episodes: dict[str, AgentEpisode] = {}
-        self.keys: dict[AgentEpisode, tuple[str, str]] = {}
+        self._lock = Lock()
+        """Held between an episode's end and its last reward: none that is taken comes too late."""
+        self._episodes: dict[str, _E] = {}
+        self.keys: dict[_E, tuple[str, str]] = {}
         """Episodes under way to their keys."""
         number = secrets.token_urlsafe(8)
         self._first = {"api_key": f"sk-{number}-", "reward_key": f"rk-{number}-"}
         """The first characters of all keys of a kind, by which those of episodes that have ended are known."""
 
-    def admit(self, episode: AgentEpisode) -> tuple[str, str]:
+    def admit(self, episode: _E) -> tuple[str, str]:
         """Make an episode's keys, of its requests and of its rewards."""
         api_key, reward_key = (first + secrets.token_urlsafe(32) for first in self._first.values())
         self._episodes[api_key] = self._episodes[reward_key] = episode
         self.keys[episode] = api_key, reward_key
         return api_key, reward_key
 
-    def dismiss(self, episode: AgentEpisode) -> None:
-        """Take no more requests of an episode."""
-        for key in self.keys.pop(episode):
-            del self._episodes[key]
+    def dismiss(self, episode: _E) -> None:
+        """Take no more requests and rewards of an episode."""
+        with self._lock:
+            for key in self.keys.pop(episode):
+                del self._episodes[key]
 
     def close(self) -> None:
         """Take no more requests."""
@@ -138,15 +166,17 @@ class _Exchange:
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
         """Take a reward of one call."""
-        episode = self._find(key, "reward_key")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
-            raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
-        if call is not None and not isinstance(call, str):
-            raise Refusal(
-                f"The call is {call!r:.100}; expected the answer's id, `response.id`, or none for the last answer."
-            )
-        # Found at once: the last answer may be another one later.
-        self._post(Outcome(episode.index, "reward", (float(value), episode.sample_of(call))))
+        with self._lock:
+            episode = self._find(key, "reward_key")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
+                raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
+            if call is not None and not isinstance(call, str):
+                raise Refusal(
+                    f"The call is {call!r:.100}; expected the answer's id, `response.id`, or none for the last answer."
+                )
+            # Found at once: the last answer may be another one later.
+            episode.posted.append((float(value), episode.sample_of(call)))
+            self._post(Outcome(episode.index, "reward"))
 
     def models(self, key: str) -> Mapping[str, Endpoint]:
         """Return the endpoints that answer for other models' names."""
@@ -156,7 +186,7 @@ class _Exchange:
         if (episode := self._episodes.get(key)) is not None:
             self._post(Outcome(episode.index, what, ticket))
 
-    def _find(self, key: str, kind: str = "api_key") -> AgentEpisode:
+    def _find(self, key: str, kind: str = "api_key") -> _E:
         if not key.startswith(self._first[kind]):
             raise wrong_key(kind)
         episode = self._episodes.get(key)

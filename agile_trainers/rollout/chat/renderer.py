@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from os.path import commonprefix
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,8 @@ from agile_trainers.types import Message, Picture, images_of, parts_of
 _ANSWER = "agileAnswer"
 _EXACT: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PARTING = "\n"
+_TAG = re.compile(r"<[^<>\s]+>")
+_WORD = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\w+")
 """Text between messages, and around an observation, of a model without a chat template. Roles are not written."""
 _VARIABLES: tuple[dict[str, Any], ...] = (
     {"preserve_thinking": True},
@@ -278,19 +281,63 @@ class ChatRenderer:
             action_ids: The answer.
 
         Returns:
-            A message with ``content`` and ``tool_calls`` if there are any; None if nothing knows the template.
+            A message with ``content`` and ``tool_calls`` if there are any; None if nothing knows the template, or the calls
+            are not all that the answer has between the template's tags of a call: one broke off or is malformed.
         """
         if self._parser is None:
             return None
-        tools = self._kwargs.get("tools")
+        end = list(action_ids[-1:]) if action_ids[-1] in self.eos_token_ids else []
         try:
-            message = cast(Message, parse_response(self._parser, list(action_ids), prefix=prompt_ids, tools=tools))
+            message = self._read(prompt_ids, action_ids)
+            if message.get("tool_calls") and self._call_tags is not None:
+                given = json.dumps(
+                    [call["function"] for call in message["tool_calls"]], ensure_ascii=False, default=str
+                )
+                if any(end in given for end in self._ends):
+                    return None
+                beside = _beside_calls(self.decode(action_ids), self._written(message["tool_calls"]), self._call_tags)
+                if beside is None:
+                    return None
+                beside_ids = cast(list[int], self._tokenizer.encode(beside, add_special_tokens=False))
+                message["content"] = self._read(prompt_ids, [*beside_ids, *end])["content"] if beside else ""
         except Exception:  # whatever a tokenizer's own description makes of what a model may sample
             return None
-        end = (
-            cast(str, self._tokenizer.decode(action_ids[-1:], **_EXACT)) if action_ids[-1] in self.eos_token_ids else ""
-        )
-        return {**message, "content": message["content"].removesuffix(end)}
+        return {**message, "content": message["content"].removesuffix(cast(str, self._tokenizer.decode(end, **_EXACT)))}
+
+    def _read(self, prompt_ids: list[int], action_ids: Sequence[int]) -> Message:
+        assert self._parser is not None
+        tools = self._kwargs.get("tools")
+        return cast(Message, parse_response(self._parser, list(action_ids), prefix=prompt_ids, tools=tools))
+
+    @cached_property
+    def _call_tags(self) -> tuple[str, str] | None:
+        """The first and the last tag of a call as the template writes it; None if it writes none."""
+        try:
+            call = self._written([{"function": {"name": "agileTool", "arguments": {"agileKey": "agileValue"}}}])
+            plain = self._written([])
+        except Exception:  # a template may reject what it wants
+            return None
+        before, _, after = call.partition("agileValue")
+        opening = [tag for tag in _TAG.findall(before.partition("agileTool")[0]) if tag not in plain]
+        closing = [tag for tag in _TAG.findall(after) if tag not in self._ends]
+        return (opening[0], closing[-1]) if opening and closing else None
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """Texts of the tokens that may end an answer."""
+        kinds = answers_as_sampled(self._render, as_messages("prompt"), self._escaper.texts, calls=True)
+        ends = {cast(str, self._tokenizer.decode([token], **_EXACT)) for token in self.eos_token_ids}
+        return {*ends, *(one.end for one in kinds)} - {""}
+
+    def _written(self, calls: list[dict[str, Any]]) -> str:
+        """Return how the template writes an answer of calls alone, or a plain one if there are none."""
+        asked = as_messages("prompt")
+        message: Message = {"role": "assistant", "content": "" if calls else "answer"}
+        if calls:
+            called = [{"id": f"agileCal{place % 10}", "type": "function", **call} for place, call in enumerate(calls)]
+            message["tool_calls"] = called
+        whole = self._render([*asked, message], False)
+        return whole[len(commonprefix([whole, self._render(asked)])) :]  # noqa: RUF071 (of texts)
 
     @cached_property
     def _parser(self) -> PreTrainedTokenizerBase | None:
@@ -729,3 +776,26 @@ def _saying(message: Message, text: str) -> Message:
         return {**message, "content": text}
     parts = [{"type": "text", "text": text} if part["type"] == "text" else part for part in message["content"]]
     return {**message, "content": parts}
+
+
+def _beside_calls(text: str, written: str, tags: tuple[str, str]) -> str | None:
+    """Return what an answer has besides its calls; None if the calls that were read of it are not all that it has of them.
+
+    Args:
+        text: The answer.
+        written: The calls as the template writes them. Spaces, quotation marks and the order of arguments may differ.
+        tags: The tags that a call begins and ends with.
+    """
+    call = re.compile(f"{re.escape(tags[0])}(.*?){re.escape(tags[1])}", re.DOTALL)
+    pieces = call.split(text)
+    if any(tag in piece for piece in pieces[::2] for tag in tags):
+        return None
+    if _words(pieces[1::2]) != _words(call.findall(written)):
+        return None
+    return "\n".join(filter(None, map(str.strip, pieces[::2])))
+
+
+def _words(texts: Sequence[str]) -> Counter[str]:
+    """Count words; 1.0 and 1, True and true are one."""
+    words = _WORD.findall(" ".join(texts))
+    return Counter(f"{float(word):g}" if word[0].isdecimal() and word.isascii() else word.casefold() for word in words)

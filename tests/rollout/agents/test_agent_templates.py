@@ -98,6 +98,50 @@ def test_a_tool_is_used_as_the_template_writes_it(name: str) -> None:
     assert _talk(name) == 2
 
 
+XML = "<tool_call>\n<function=agile_tool>\n<parameter=value>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>agile_tool\n<arg_key>value</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+LFM = '<|tool_call_start|>[agile_tool(value="{}")]<|tool_call_end|>'
+FORMS = {
+    "qwen3_5_nothink": XML,
+    "nemotron_3_nano": XML,
+    "glm4moe": GLM,
+    "lfm2_2_5": LFM,
+    "gemma4_v5": '<|tool_call>call:agile_tool{{value:<|"|>{}<|"|>}}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_that_broke_off_or_is_malformed_stays_text(name: str) -> None:
+    """TRL's parser made calls without arguments of them, or with the end of the turn in an argument."""
+    one, call = Conversation(name), FORMS[name].format("a b")
+
+    def said(text: str) -> tuple[list[Any], str]:
+        one.says = text
+        choice = one.client.ask(USER, tools=TOOLS).choices[0]
+        return [called.arguments for called in choice.tool_calls], choice.text
+
+    assert said(call) == ([{"value": "a b"}], "")
+    assert said(f"before {call} after") == ([{"value": "a b"}], "before\nafter")
+    broken = [
+        call[: call.index("b") + 1],
+        f"before {call[: call.index('b')]}",
+        f"{call}\n{call[: call.index('b') + 1]}",
+    ]
+    if FORMS[name] == XML:
+        broken += [call.replace("\n</parameter>", ""), XML.format(f"x {call} y")]
+    if FORMS[name] == LFM:
+        broken += [call.replace("value=", ""), call.replace(")]", "), agile_tool(value=]")]
+    for text in broken:
+        assert said(text) == ([], text)
+
+
+@pytest.mark.parametrize("value", ["2.50", "1e3", "True", '"x\\n"'])
+def test_values_that_a_template_writes_in_another_way_are_calls(value: str) -> None:
+    one = Conversation("qwen3_5_nothink")
+    one.says = XML.format(value)
+    assert one.client.ask(USER, tools=TOOLS).choices[0].tool_calls
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*templates()} - {*QUICK, *WITHOUT}))
 def test_a_tool_is_used_as_every_template_writes_it(name: str) -> None:

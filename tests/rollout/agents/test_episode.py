@@ -12,7 +12,7 @@ from trl import chat_template_utils
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Endpoint
-from agile_trainers.rollout.agents import episode
+from agile_trainers.rollout.agents import episode, requests
 from agile_trainers.rollout.agents.dialects.base import logprobs
 from agile_trainers.rollout.agents.requests import Marks, Refusal
 from agile_trainers.rollout.chat.renderer import ChatRenderer
@@ -379,7 +379,7 @@ def _calling(arguments):
 def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch, messages, tools):
     """All episodes wait for the thread that checks, renders and encodes."""
     monkeypatch.setattr(episode, "_key", lambda message: pytest.fail("it is compared"))
-    monkeypatch.setattr(episode, "validate_context", lambda one, name: pytest.fail("it is copied"))
+    monkeypatch.setattr(requests, "validate_context", lambda one, name: pytest.fail("it is copied"))
     monkeypatch.setattr(chat._escaper, "encode", lambda text: pytest.fail("it is encoded"))
     assert refusal(make_client().send(messages, tools=tools)).code == "context_length_exceeded"
 

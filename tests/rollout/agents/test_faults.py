@@ -365,6 +365,32 @@ def test_a_request_that_overtakes_the_end_of_its_episode_is_refused(chat: ChatRe
     assert b" 400 " in answers[0] and b"episode_over" in answers[0]
 
 
+def test_a_reward_that_was_taken_counts_though_its_agent_has_returned(chat: ChatRenderer) -> None:
+    """A thread's: the endpoint takes it after the agent has returned, and before the rollout has heard of that."""
+    models: list[Model] = []
+
+    def solve(model: Model, task: Task) -> float:
+        models.append(model)
+        return faulty.sound(model, task)
+
+    class Rewarding(EnvironmentPool):
+        def outcomes(self, block: bool, **options: Any) -> list[Any]:
+            taken = super().outcomes(block, **options)
+            if any(outcome.method == "play" for outcome in taken):
+                models[-1].reward(8.0)
+            return taken
+
+    with rollouts(chat) as played:
+        (expected,) = played.play("sound")
+    with nothing_is_left():
+        pool = Rewarding(Agent(solve))
+        (episode,) = Rollouts(chat, pool).play("sound")
+        pool.close()
+    with pytest.raises(Exception, match=r"over|refused"):
+        models[-1].reward(8.0)
+    assert episode.error is None and episode.episode_return == expected.episode_return + 8.0
+
+
 def test_a_request_between_the_end_and_the_closing_reaches_no_other_rollout(chat: ChatRenderer) -> None:
     """The server's thread has found the episode when the rollout's thread ends it, and posts after the last look."""
 

@@ -117,6 +117,76 @@ def test_what_training_refuses_is_refused_and_a_judge_is_no_demonstration() -> N
     assert [one["content"] for one in row["messages"]] == ["?", "3"]
 
 
+def refusal(send: Any) -> str:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        send()
+    return f"{refused.value.code} {refused.value.read().decode()}"
+
+
+def test_a_prefilled_answer_a_long_name_and_a_request_after_the_end_are_refused() -> None:
+    """A prefill gave rows with two messages of the assistant after each other."""
+    kept: list[Model] = []
+
+    def solve(model: Model, task: Task) -> float:
+        kept.append(model)
+        assert "end with role 'assistant'" in refusal(
+            lambda: ask(model, [user("?"), {"role": "assistant", "content": "{"}])
+        )
+        assert "1,001 characters" in refusal(lambda: ask(model, [{**user("?"), "name": "n" * 1001}]))
+        if task.seed:
+            assert "The episode is over" in refusal(lambda: ask(kept[0], [user("?")]))
+            with pytest.raises(Exception, match="The episode is over"):
+                kept[0].reward(1.0)
+        return float(ask(model, [user("?")])[0]["message"]["content"])
+
+    rows = demonstrate_agent(Agent(solve), lambda messages, rng: "3", [0, 1])
+    assert [len(row["messages"]) for row in rows] == [2, 2]
+
+
+def test_rewards_of_calls_count_as_in_training() -> None:
+    def solve(model: Model, task: Task) -> float:
+        with pytest.raises(Exception, match="has none yet"):
+            model.reward(1.0)
+        first = post(model, "chat/completions", messages=[user("?")], n=2)
+        judged = post(model, "chat/completions", messages=[user("?")], model="policy-frozen")
+        ask(model, [user("?")])
+        for value, call, expected in (
+            ("x", None, "finite number"),
+            (True, None, "finite number"),
+            (1.0, "no-such", "no-such"),
+            (1.0, first["id"], "2 choices"),
+            (1.0, judged["id"], "policy-frozen"),
+        ):
+            with pytest.raises(Exception, match=expected):
+                model.reward(value, call)  # type: ignore[arg-type]
+        model.reward(0.25, f"{first['id']}:1")
+        model.reward(2.0)
+        return 4.0
+
+    (episode,) = play_agent(Agent(solve), lambda messages, rng: "3", [0])
+    assert episode.reward == 6.25
+
+
+def test_a_request_that_is_sent_again_is_answered_once() -> None:
+    body = json.dumps({"model": "policy", "messages": [user("?")]}).encode()
+
+    def solve(model: Model, task: Task) -> float:
+        def send(**headers: str) -> str:
+            headers |= {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{model.base_url}/chat/completions", body, headers)
+            with urllib.request.urlopen(request) as response:
+                answer = json.load(response)
+            return f"{answer['id']} {answer['choices'][0]['message']['content']}"
+
+        first = send()
+        assert send(**{"x-stainless-retry-count": "1"}) == first != send()
+        assert send(**{"Idempotency-Key": "k"}) == send(**{"Idempotency-Key": "k"})
+        return 0.0
+
+    (episode,) = play_agent(Agent(solve), lambda messages, rng: str(rng.random()), [0])
+    assert len(episode.calls) == 3
+
+
 def test_failures_are_told() -> None:
     def fails(messages: list[Any], rng: Any) -> str:
         raise KeyError("lost")
