@@ -52,7 +52,7 @@ def test_a_server_that_takes_no_connections_has_ended() -> None:
     with waiting() as (listener, ours, _, watched):
         listener.close()
         with pytest.raises(ConnectionResetError, match="it has ended, and holds a request open"):
-            watched.wait(ours, None)
+            watched.wait(ours, 20.0)
 
 
 def test_a_server_whose_engine_is_dead_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_server_whose_engine_is_dead_has_ended(monkeypatch: pytest.MonkeyPatch
     with waiting() as (listener, ours, _, watched):
         asked = answers(listener, 200, 404, 503, 200, 503, 503)  # it has ended when it says so twice in a row
         with pytest.raises(ConnectionResetError):
-            watched.wait(ours, None)
+            watched.wait(ours, 20.0)
         asked.join(20)
         assert not asked.is_alive()
 
@@ -71,14 +71,14 @@ def test_a_server_that_says_nothing_is_busy() -> None:
         with pytest.raises(TimeoutError):
             watched.wait(ours, 0.3)
         theirs.sendall(b"x")
-        watched.wait(ours, None)
+        watched.wait(ours, 20.0)
 
 
 def test_an_answer_that_is_there_is_read() -> None:
     with waiting() as (listener, ours, theirs, watched):
         theirs.sendall(b"x")
         listener.close()
-        watched.wait(ours, None)
+        watched.wait(ours, 20.0)
         assert ours.recv(1) == b"x"
 
 

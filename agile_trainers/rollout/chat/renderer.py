@@ -44,9 +44,10 @@ from agile_trainers.types import Message, Picture, images_of, parts_of
 _ANSWER = "agileAnswer"
 _EXACT: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PARTING = "\n"
-_TAG = re.compile(r"<[^<>\s]+>")
-_WORD = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\w+")
 """Text between messages, and around an observation, of a model without a chat template. Roles are not written."""
+_TAG = re.compile(r"<[^<>\s]+>")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+_WORD = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\w+")
 _VARIABLES: tuple[dict[str, Any], ...] = (
     {"preserve_thinking": True},
     {"truncate_history_thinking": False},
@@ -796,6 +797,7 @@ def _beside_calls(text: str, written: str, tags: tuple[str, str]) -> str | None:
 
 
 def _words(texts: Sequence[str]) -> Counter[str]:
-    """Count words; 1.0 and 1, True and true are one."""
-    words = _WORD.findall(" ".join(texts))
-    return Counter(f"{float(word):g}" if word[0].isdecimal() and word.isascii() else word.casefold() for word in words)
+    """Count words; 1.0 and 1, True and true, None and null, and a letter and its JSON escape are one."""
+    words = _WORD.findall(_ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), " ".join(texts)))
+    folded = (f"{float(word):g}" if word[0].isdecimal() and word.isascii() else word.casefold() for word in words)
+    return Counter("null" if word == "none" else word for word in folded)

@@ -135,7 +135,7 @@ def test_a_call_that_broke_off_or_is_malformed_stays_text(name: str) -> None:
         assert said(text) == ([], text)
 
 
-@pytest.mark.parametrize("value", ["2.50", "1e3", "True", '"x\\n"'])
+@pytest.mark.parametrize("value", ["2.50", "1e3", "True", '"x\\n"', r'["\u00fcber"]', "null"])
 def test_values_that_a_template_writes_in_another_way_are_calls(value: str) -> None:
     one = Conversation("qwen3_5_nothink")
     one.says = XML.format(value)
