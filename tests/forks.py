@@ -195,7 +195,7 @@ def _codes(running: dict[int, int], deadline: float, asker: socket.socket) -> li
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
             codes[running.pop(child)] = code = os.waitstatus_to_exitcode(status)
-            _kill(child, signal.SIGKILL)  # what it has left
+            _leave(child, 0.0 if code else 5.0)
             if code and running and end is signal.SIGTERM:
                 for other in running:
                     _kill(other, end)
@@ -206,6 +206,18 @@ def _codes(running: dict[int, int], deadline: float, asker: socket.socket) -> li
                 os.waitpid(other, 0)
             return None
     return codes
+
+
+def _leave(session: int, seconds: float) -> None:
+    """Kill what a process has left, after as long as Python's tracker takes to remove shared memory; it ends by itself."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    _kill(session, signal.SIGKILL)
 
 
 def _kill(session: int, how: signal.Signals) -> None:

@@ -305,8 +305,8 @@ def test_a_signal_ends_a_command_wherever_it_falls(
     before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
 
     def run() -> None:
-        Collected(number)
         if collected:
+            Collected(number)
             gc.collect()
         else:
             signal.raise_signal(number)
