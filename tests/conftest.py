@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Generator, Iterator
@@ -26,6 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a script has put in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Accelerate reads the metadata of DeepSpeed and PEFT in each forward pass: a tenth of the time of a run this small.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
