@@ -4715,17 +4715,15 @@ MUTATIONS = [
         "self._served.discard(adapter)\n        self._on_each(lambda server: server.unload(adapter))", SERVERS,
     ),
     Mutation(
-        "a server that ends is waited for", "rollout/generators/vllm/servers.py",
-        "requests.RequestException:\n        return True",
-        "requests.RequestException:\n        return False", ENDED,
+        "a server that ends is waited for", "rollout/generators/vllm/__init__.py",
+        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return False", ENDED,
     ),
     Mutation(
-        "a slow server counts as one that has ended", "rollout/generators/vllm/servers.py",
-        "requests.Timeout:\n        return False",
-        "requests.Timeout:\n        return True", ENDED,
+        "a slow server counts as one that has ended", "rollout/generators/vllm/__init__.py",
+        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return True", ENDED,
     ),
     Mutation(
-        "a server has ended when it refused twice at any time", "rollout/generators/vllm/servers.py",
+        "a server has ended when it refused twice at any time", "rollout/generators/vllm/__init__.py",
         "ended + 1 if self._has_ended() else 0", "ended + self._has_ended()", ENDED,
     ),
     Mutation(

@@ -10,7 +10,7 @@ import httpx
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from agile_trainers.rollout.generators.vllm.servers import Health
+from agile_trainers.rollout.generators.vllm import Health
 from agile_trainers.train_batch import TrainBatch, paths_of, rows_read, with_hints
 
 REQUESTS = 32

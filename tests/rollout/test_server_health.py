@@ -10,15 +10,15 @@ from contextlib import closing, contextmanager
 import httpx
 import pytest
 
-from agile_trainers.rollout.generators.vllm import servers
-from agile_trainers.rollout.generators.vllm.servers import Health
+from agile_trainers.rollout.generators import vllm
+from agile_trainers.rollout.generators.vllm import Health
 from agile_trainers.sampling.teacher_server import watching
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "EVERY_SECONDS", 0.02)
-    monkeypatch.setattr(servers, "_ASKING_SECONDS", 0.02)
+    monkeypatch.setattr(vllm, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(vllm, "_ASKING_SECONDS", 0.02)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def test_a_server_that_takes_no_connections_has_ended() -> None:
 
 
 def test_a_server_whose_engine_is_dead_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_ASKING_SECONDS", 20.0)
+    monkeypatch.setattr(vllm, "_ASKING_SECONDS", 20.0)
     with waiting() as (listener, ours, _, watched):
         asked = answers(listener, 200, 404, 503, 200, 503, 503)  # it has ended when it says so twice in a row
         with pytest.raises(ConnectionResetError):
@@ -105,8 +105,8 @@ def test_requests_that_wait_ask_together() -> None:
     """However many there are."""
     asked = list[int]()
     with waiting() as (_, ours, theirs, watched), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(servers, "EVERY_SECONDS", 0.2)
-        patched.setattr(servers, "_ask", lambda url: bool(asked.append(1)))
+        patched.setattr(vllm, "EVERY_SECONDS", 0.2)
+        patched.setattr(vllm, "_ask", lambda url: bool(asked.append(1)))
         threads = [threading.Thread(target=watched.wait, args=(ours, 20.0)) for _ in range(16)]
         for thread in threads:
             thread.start()

@@ -32,6 +32,7 @@ from agile_trainers.rollout.generators.base import (
 )
 from agile_trainers.rollout.generators.images import ImageReader
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
+from agile_trainers.rollout.generators.vllm import Health
 from agile_trainers.rollout.generators.vllm.engine import (
     FINISHED,
     check_logprobs,
@@ -43,7 +44,7 @@ from agile_trainers.rollout.generators.vllm.engine import (
     sampling_fields,
     seed_of,
 )
-from agile_trainers.rollout.generators.vllm.servers import Health, NotServed, VllmServers
+from agile_trainers.rollout.generators.vllm.servers import NotServed, VllmServers
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer, before environments are polled again."""
