@@ -199,7 +199,8 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         options = {**plan.options, EVOLVE: raw[EVOLVE]}
         return Stage(name, algorithm, options, plan.config, plan.dataset, plan.dataset_args, plan.lora, population=plan)
     config = config_of(algorithm)
-    known = options_of(config) | options_of(_OfAllStages)
+    own = options_of(config)
+    known = own | options_of(_OfAllStages)
     mapping(raw, {*STAGE_KEYS, *known}, where)
     options = {key: value for key, value in shared.items() if key in known}
     options |= {key: value for key, value in raw.items() if key not in STAGE_KEYS}
@@ -211,8 +212,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
     if dataset is not None:
         check_dataset(str(dataset), where)
-    own = {key: options[key] for key in options if key in options_of(config)}
-    made = make_config(config, own, output / name, where)
+    made = make_config(config, {key: options[key] for key in options if key in own}, output / name, where)
     with naming_place(where):
         if algorithm in SUPERVISED:
             limits = {key: options[key] for key in options if key not in own}
