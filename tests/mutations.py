@@ -4716,15 +4716,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a server that ends is waited for", "rollout/generators/vllm/__init__.py",
-        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return False", ENDED,
+        "return isinstance(error, ConnectionError) or error.errno in _GONE", "return False", ENDED,
     ),
     Mutation(
         "a slow server counts as one that has ended", "rollout/generators/vllm/__init__.py",
-        "return not isinstance(getattr(error, \"reason\", error), TimeoutError)", "return True", ENDED,
+        "return isinstance(error, ConnectionError) or error.errno in _GONE", "return True", ENDED,
     ),
     Mutation(
         "a server has ended when it refused twice at any time", "rollout/generators/vllm/__init__.py",
-        "ended + 1 if self._has_ended() else 0", "ended + self._has_ended()", ENDED,
+        "ended + 1 if self._has_ended(connection) else 0", "ended + self._has_ended(connection)", ENDED,
     ),
     Mutation(
         "a server that was started again is asked for an adapter that it lacks", "rollout/generators/vllm/servers.py",

@@ -34,7 +34,7 @@ class TeacherServer:
     """
 
     def __init__(self, url: str, tokenizer: Any) -> None:
-        self.url, self._health = url.rstrip("/"), Health(url)
+        self.url, self._health = url.rstrip("/"), Health()
         self._client = httpx.Client(timeout=_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
         try:
             (self._model, self.max_model_length), *_ = (
@@ -119,7 +119,7 @@ class TeacherServer:
 
 
 def watching(health: Health) -> Callable[[str, dict[str, Any]], None]:
-    """Make a ``trace`` of one request of httpx on a connection of its own, which asks for health while it waits."""
+    """Make a ``trace`` of one request of httpx on a connection of its own, which looks at the server while it waits."""
     connections: list[Any] = []
 
     def trace(event: str, told: dict[str, Any]) -> None:

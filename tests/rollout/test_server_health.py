@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from agile_trainers.sampling.teacher_server import watching
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "EVERY_SECONDS", 0.02)
-    monkeypatch.setattr(vllm, "_ASKING_SECONDS", 0.02)
+    monkeypatch.setattr(vllm, "_CONNECTING_SECONDS", 0.02)
 
 
 @contextmanager
@@ -29,22 +30,7 @@ def waiting() -> Iterator[tuple[socket.socket, socket.socket, socket.socket, Hea
         closing(socket.create_connection(listener.getsockname())) as ours,
         listener.accept()[0] as theirs,
     ):
-        yield listener, ours, theirs, Health(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-
-
-def answers(listener: socket.socket, *statuses: int) -> threading.Thread:
-    """Answer one question for each status, and then none."""
-
-    def serve() -> None:
-        for status in statuses:
-            asked, _ = listener.accept()
-            with asked:
-                assert asked.recv(4096).startswith(b"GET /health ")
-                asked.sendall(b"HTTP/1.1 %d x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    return thread
+        yield listener, ours, theirs, Health()
 
 
 def test_a_server_that_takes_no_connections_has_ended() -> None:
@@ -55,14 +41,43 @@ def test_a_server_that_takes_no_connections_has_ended() -> None:
             watched.wait(ours, 20.0)
 
 
-def test_a_server_whose_engine_is_dead_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "_ASKING_SECONDS", 20.0)
-    with waiting() as (listener, ours, _, watched):
-        asked = answers(listener, 200, 404, 503, 200, 503, 503)  # it has ended when it says so twice in a row
-        with pytest.raises(ConnectionResetError):
-            watched.wait(ours, 20.0)
-        asked.join(20)
-        assert not asked.is_alive()
+def test_a_server_that_takes_none_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended when it takes none twice in a row."""
+    looks = iter([True, False, True, False, True, True])
+    monkeypatch.setattr(vllm, "_refuses", lambda _: next(looks))
+    monkeypatch.setattr(vllm, "EVERY_SECONDS", 0.0)
+    with waiting() as (_, ours, _, watched), pytest.raises(ConnectionResetError):
+        watched.wait(ours, 20.0)
+    assert not list(looks)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (TimeoutError("timed out"), False),
+        (OSError(errno.EMFILE, "of ours"), False),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "closed"), True),
+        (OSError(errno.EHOSTUNREACH, "its machine is gone"), True),
+    ],
+)
+def test_what_is_said_of_the_server(monkeypatch: pytest.MonkeyPatch, error: OSError, refused: bool) -> None:
+    def connect(*_: object) -> None:
+        raise error
+
+    with waiting() as (_, ours, _, _):
+        monkeypatch.setattr(socket, "create_connection", connect)
+        assert vllm._refuses(ours) == refused
+
+
+def test_a_look_needs_no_address_but_that_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials in a URL, proxies and certificates are those of the client, and nothing is asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with waiting() as (listener, ours, theirs, watched):
+        answer = threading.Timer(0.3, theirs.sendall, (b"x",))
+        answer.start()
+        watched.wait(ours, 20.0)
+        answer.join()
+        assert listener.accept()[0].recv(1) == b""
 
 
 def test_a_server_that_says_nothing_is_busy() -> None:
@@ -96,17 +111,17 @@ def test_a_teacher_that_holds_a_request_has_ended() -> None:
         thread = threading.Thread(target=hold, daemon=True)
         thread.start()
         with pytest.raises(ConnectionResetError, match="it has ended"):
-            client.post(url, json={}, extensions={"trace": watching(Health(url))})
+            client.post(url, json={}, extensions={"trace": watching(Health())})
         thread.join(20)
         held[0].close()
 
 
-def test_requests_that_wait_ask_together() -> None:
+def test_requests_that_wait_look_together() -> None:
     """However many there are."""
     asked = list[int]()
     with waiting() as (_, ours, theirs, watched), pytest.MonkeyPatch.context() as patched:
         patched.setattr(vllm, "EVERY_SECONDS", 0.2)
-        patched.setattr(vllm, "_ask", lambda url: bool(asked.append(1)))
+        patched.setattr(vllm, "_refuses", lambda _: bool(asked.append(1)))
         threads = [threading.Thread(target=watched.wait, args=(ours, 20.0)) for _ in range(16)]
         for thread in threads:
             thread.start()

@@ -5,33 +5,29 @@ This file imports nothing that the core dependencies lack.
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 
 EVERY_SECONDS = 5.0
-"""Seconds between two questions for ``/health``, of all requests that wait for a server together."""
-_ASKING_SECONDS = 2.0
+"""Seconds between two looks at a server, of all requests that wait for it together."""
+_CONNECTING_SECONDS = 2.0
+_GONE = {errno.EHOSTUNREACH, errno.EHOSTDOWN}
 
 
 class Health:
-    """Asks a server for ``/health`` beside the requests that wait for it. Thread-safe.
+    """Looks whether a server takes connections, beside the requests that wait for it. Thread-safe.
 
     A vLLM server that is told to end (SIGTERM, Ctrl-C) takes no connections any more, and may hold those open that it has,
-    for ever (vLLM 0.31). A server that is slow to say how it is counts as one that is busy.
-
-    Args:
-        url: Its address, ``http://host:port``.
+    for ever (vLLM 0.31). A look is a connection to where the request's own goes, so that proxies, credentials and
+    certificates play no part. A server that is slow to take it counts as one that is busy.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = f"{url.rstrip('/')}/health"
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked, self._ended = time.monotonic(), False
+        self._looked, self._ended = time.monotonic(), False
 
     def wait(self, connection: socket.socket, seconds: float | None) -> None:
         """Wait until a connection to the server has something to read.
@@ -41,7 +37,7 @@ class Health:
             seconds: Seconds to wait at most; None without a limit.
 
         Raises:
-            ConnectionResetError: If the server has ended meanwhile: it said so, or took no connection, twice in a row.
+            ConnectionResetError: If the server has ended meanwhile: it took no connection, twice in a row.
             TimeoutError: If there is nothing to read in time.
         """
         until = None if seconds is None else time.monotonic() + seconds
@@ -51,26 +47,24 @@ class Health:
             while not selector.select(EVERY_SECONDS if until is None else min(EVERY_SECONDS, until - time.monotonic())):
                 if until is not None and time.monotonic() >= until:
                     raise TimeoutError("timed out")
-                ended = ended + 1 if self._has_ended() else 0
+                ended = ended + 1 if self._has_ended(connection) else 0
                 if ended == 2:
                     raise ConnectionResetError("it has ended, and holds a request open")
 
-    def _has_ended(self) -> bool:
-        if self._lock.acquire(blocking=False):  # another asks already, and an answer may come meanwhile
+    def _has_ended(self, connection: socket.socket) -> bool:
+        if self._lock.acquire(blocking=False):  # another looks already, and an answer may come meanwhile
             try:
-                if time.monotonic() - self._asked >= EVERY_SECONDS / 2:
-                    self._ended, self._asked = _ask(self._url), time.monotonic()
+                if time.monotonic() - self._looked >= EVERY_SECONDS / 2:
+                    self._ended, self._looked = _refuses(connection), time.monotonic()
             finally:
                 self._lock.release()
         return self._ended
 
 
-def _ask(url: str) -> bool:
+def _refuses(connection: socket.socket) -> bool:
+    """Return True if nobody takes connections any more where one leads to."""
     try:
-        urllib.request.urlopen(url, timeout=_ASKING_SECONDS).close()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code >= 500  # the engine's end, or a gateway's word on its server
-    except (OSError, HTTPException) as error:
-        return not isinstance(getattr(error, "reason", error), TimeoutError)
+        socket.create_connection(connection.getpeername()[:2], _CONNECTING_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionError) or error.errno in _GONE
     return False

@@ -117,7 +117,7 @@ class VllmServer:
         when_gone: str = "Start it again, and resume from the last checkpoint.",
     ) -> None:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
-        health = Health(self.client.base_url)
+        health = Health()
         for prefix in ("http://", "https://"):
             patient = _PatientAdapter(health, max_retries=RETRIES, pool_maxsize=max_batch_size)
             self.client.session.mount(prefix, patient)
