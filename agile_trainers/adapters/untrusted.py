@@ -7,6 +7,7 @@ like against the name of every module. Python's ``re`` tries the ways to match o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -361,7 +362,11 @@ def naming_folder(
             raise
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # the exit of a user
             raise
-        if isinstance(error, OSError) and (error.errno is not None or not os.path.isdir(source)):
+        machine = isinstance(error, OSError) and error.errno not in (
+            None,
+            errno.EINVAL,
+        )  # PyTorch's for a file that ends early
+        if machine or (isinstance(error, OSError) and not os.path.isdir(source)):
             raise
         passed = _passed(error)
         built = any(part in file for file in passed.values() for part in _BUILDERS)

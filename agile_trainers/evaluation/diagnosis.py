@@ -401,7 +401,7 @@ def _starts_lost(history: MetricHistory, options: Any) -> Evidence | None:
         return None  # each start is as it was: none is lost, the answers may not matter
     return Evidence(
         f"{unsolved:.0%} of the latest groups had no success, and hold nearly all failures; the other starts are solved, "
-        f"and success stands still at {success:.0%}."
+        f"and success, {success:.0%}, does not rise."
     )
 
 
@@ -1009,7 +1009,7 @@ HEALTH_CHECKS: tuple[HealthCheck, ...] = (
         "sampler_too_old", ("drift/kl", "drift/effective_sample_size", "reward"), _sampler_too_old,
         "Lower batches_ahead, then learning_rate: the policy moves too far while its batches wait. Without a weight, set "
         "drift_correction.",
-        unless=("solved", "reward_misses_success", "entropy_runaway"),
+        unless=("solved", "policy_destroyed", "reward_misses_success", "entropy_runaway"),
     ),
     HealthCheck(
         "sampler_mismatch", ("sampling/sampling_logp_difference/mean",), _sampler_mismatch,

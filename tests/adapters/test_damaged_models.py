@@ -127,6 +127,14 @@ def test_a_class_that_vllm_has_changed_is_no_damaged_file() -> None:
         )
 
 
+def test_a_file_of_pytorch_that_ends_early_is_named(tmp_path: Path) -> None:
+    """PyTorch says "Invalid argument", with an errno as of the machine."""
+    torch.save({"step": torch.zeros(1000)}, tmp_path / "optimizer.pt")
+    (tmp_path / "optimizer.pt").write_bytes((tmp_path / "optimizer.pt").read_bytes()[:2000])
+    with pytest.raises(ValueError, match=f"^{tmp_path} cannot be loaded"), naming_folder(str(tmp_path)):
+        torch.load(tmp_path / "optimizer.pt")
+
+
 @pytest.mark.parametrize("file", ["torch/utils/cpp_extension.py", "deepspeed/ops/op_builder/builder.py"])
 def test_an_extension_that_cannot_be_built_is_no_damaged_file(tmp_path: Path, file: str) -> None:
     """DeepSpeed builds its optimizer while transformers reads a checkpoint."""
