@@ -115,10 +115,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="session")
 def embedded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an untrained embedded model and its tokenizer. Read only: it is shared by all tests of a worker."""
+    """Folder of an untrained embedded model of one layer and its tokenizer. Read only: all tests of a worker share it."""
     from agile_trainers.embedded import make_embedded_model
 
-    return make_embedded_model(tmp_path_factory.mktemp("embedded") / "model")
+    return make_embedded_model(tmp_path_factory.mktemp("embedded") / "model", num_layers=1)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two layers, of which the second reads what the first has made of a prefix.
+
+    A file takes it as its ``embedded_model`` where rows share prefixes, or layers are chosen.
+    """
+    from agile_trainers.embedded import make_embedded_model
+
+    return make_embedded_model(tmp_path_factory.mktemp("two_layers") / "model")
 
 
 @pytest.fixture

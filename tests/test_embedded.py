@@ -122,7 +122,7 @@ def test_folder_loads_as_any_other(embedded_model: Path, tokenizer) -> None:
     assert model.generate(**prompt, max_new_tokens=3).shape[1] <= prompt["input_ids"].shape[1] + 3
 
 
-def test_weights_depend_on_the_seed_alone(tmp_path: Path, embedded_model: Path) -> None:
+def test_weights_depend_on_the_seed_alone(tmp_path: Path, two_layers: Path) -> None:
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -130,7 +130,7 @@ def test_weights_depend_on_the_seed_alone(tmp_path: Path, embedded_model: Path) 
     other = make_embedded_model(tmp_path / "other", seed=1)
     assert torch.equal(torch.rand(1), expected), "making a model moved the global random state"
     first, same, different = (
-        AutoModelForCausalLM.from_pretrained(folder).lm_head.weight for folder in (embedded_model, again, other)
+        AutoModelForCausalLM.from_pretrained(folder).lm_head.weight for folder in (two_layers, again, other)
     )
     assert torch.equal(first, same) and not torch.equal(first, different)
     assert abs(first.std().item() - 0.1) < 0.01

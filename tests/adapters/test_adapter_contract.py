@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
+import pytest
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def parameters(function) -> list[str]:

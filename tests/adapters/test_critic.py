@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ SCALE = 2.0  # lora_alpha / r
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 POSITIONS = torch.tensor([[2, 5, 8], [4, 7, 9]])
 CHECKPOINTING = [None, False, True]  # off, non-reentrant, reentrant
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from agile_trainers.adapters.lora_settings import differing_settings, layers, me
 
 IDS = torch.arange(3, 43).view(2, 20)
 SAVED = {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 @pytest.fixture

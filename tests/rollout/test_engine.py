@@ -33,6 +33,11 @@ UP = "↵ [ user ↵ up ] ↵ [ assistant ↵"
 """The observation in its turn delimiters, after a sampled terminator: ten tokens."""
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def play_one(options: dict[str, Any], policy: ScriptedSampler | None = None, **settings: Any) -> Trajectory:
     (trajectory,) = make_engine(**settings).run(specs(options), policy or ScriptedSampler())
     return trajectory

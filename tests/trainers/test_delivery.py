@@ -22,6 +22,11 @@ WARM = {"init_lora_weights": False}
 """An adapter that is not zero at its start: the base is another policy."""
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def logs(trainer: MultiTurnTrainer) -> list[float]:
     return [entry[MEAN] for entry in trainer.state.log_history if MEAN in entry]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from games import Gradients, make_trainer, relative_error
@@ -23,6 +25,11 @@ CASES = {
 }
 UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.05, "diagnosis_interval": 0}
 """Steps that are long enough for ratios beyond the clipping range in the second update."""
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def trained(make, model, folder, monkeypatch, *, apart, **options):

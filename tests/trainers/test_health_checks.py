@@ -207,7 +207,7 @@ class Fails(OneTurn):
     """Fails on some answers, but not on those of the check at construction."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if sum(map(ord, action)) % 4 == 1:
+        if sum(map(ord, action)) % 4 == 3:
             raise RuntimeError("the disk is full")
         return super().step(action)
 

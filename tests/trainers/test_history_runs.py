@@ -17,6 +17,11 @@ from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.types import Trajectory
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_thinker(tmp_path_factory.mktemp("thinker"))

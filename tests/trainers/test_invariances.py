@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from games import Chatter, Gradients, OneTurn, draw_batch, loss_and_gradients, make_trainer, relative_error
 from recorded import recorded, sampled
 from trl import GRPOTrainer
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,11 @@ from agile_trainers.rollout.generators.transformers.generator import Transformer
 from agile_trainers.sampling import sampler
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def played(trainer: Any) -> list[Any]:
     return [(one.completion_ids, one.sampling_logprobs) for one in trainer.rollout(generation=0)]
 

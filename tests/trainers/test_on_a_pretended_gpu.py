@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
 from agile_trainers.rollout.generators.transformers.kv_cache import bytes_per_row
 from agile_trainers.types import Trajectory
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def dense_flex(q: Any, k: Any, v: Any, block_mask: Any, scale: float, enable_gqa: bool, **_: Any) -> torch.Tensor:

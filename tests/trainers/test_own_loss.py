@@ -35,6 +35,11 @@ DPPO, TRAINED = (block.text for block in blocks(ROOT / "docs" / "own_loss.md") i
 NAMES = {"tokens": "own_losses:Tokens", "episodes": "own_losses:Episodes", "constant": "own_losses:Constant"}
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder on the path with the file of the page, for this process and those that it starts."""

@@ -45,6 +45,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def draw(trainer: Any) -> dict[str, torch.Tensor]:
     """A batch of four groups' episodes, some of which share turns, and weights that have moved since."""
     batch = draw_batch(trainer)

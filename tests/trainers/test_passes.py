@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpointed_runs import SAVING, make
@@ -21,6 +23,11 @@ from agile_trainers.step.token_batches import (
 from agile_trainers.train_batch import Pass, TrainBatch
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def listed(passes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,11 @@ from ppo_games import make_ppo, wake
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.train_batch import paths_of
 from agile_trainers.types import StopReason, path_nodes
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def check_same(trainer, budget=None, rel=5e-6):

@@ -26,6 +26,11 @@ CASES = {
 LOGGED = ["return/mean", "turns/mean", "entropy", "clip_ratio/region_mean", "num_tokens", "kl", "value/loss"]
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 @pytest.fixture(scope="module")
 def runs(embedded_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("path-runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ READ = {
 TOKENS = {"advantage_granularity": "token"}
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 """Values are read in micro-batches of unequal width."""
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def episodes(folder):

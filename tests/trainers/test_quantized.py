@@ -23,6 +23,11 @@ bitsandbytes = pytest.importorskip(
 ALGORITHMS, BITS = ("grpo", "ppo"), (4, 8)
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def quantization(bits: int) -> BitsAndBytesConfig:
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)

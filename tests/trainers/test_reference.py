@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpointed_runs import assert_same, run_until, weights
@@ -15,6 +17,11 @@ from agile_trainers.adapters.roles import POLICY, REFERENCE
 KINDS = {"lora": {"lora": True, "reference_adapter": True}, "full": {"lora": False}}
 MOVES = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
 """Copies the policy after each step."""
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def policy_and_reference(trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -37,6 +37,11 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 ROWS = Dataset.from_dict({"number": [0, 1]})
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 class Silent(Lucky):
     """The same without a report of success."""
 

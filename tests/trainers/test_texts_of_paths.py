@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from games import make_trainer
 from path_episodes import programs
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 def test_a_run_gives_reward_functions_and_the_table_what_was_said_aside(embedded_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from games import relative_error
@@ -151,6 +153,11 @@ CASES = {
 }
 EVALUATED = ("judged", "rewritten", "agents", "ahead")
 """The rest differs from these in how a batch is trained on. These are diagnosed too."""
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 @pytest.fixture(scope="module")

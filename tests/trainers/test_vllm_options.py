@@ -32,6 +32,11 @@ from agile_trainers.sampling.vllm_checks import (
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
     return MultiTurnGRPOConfig(**settings(tmp_path, **changes))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE
 
 IDS = torch.arange(3, 43).view(2, 20)
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
 
 
 @torch.no_grad()
