@@ -127,8 +127,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         place = traceback.extract_tb(leaving.__traceback__)[-1]
         if place.name == "on_broken_pipe":  # rich's, which exits where nothing reads its output
             return _unread(command)
-        # --help or a wrong option; or SIGTERM, of which an error after it was told (`GracefulStop.pass_on`).
-        if not Progress.training or leaving.code == _TERMINATED:
+        # --help or a wrong option; or a stop by SIGTERM or without a reader, which `GracefulStop.pass_on` has told.
+        if not Progress.training or leaving.code in (_TERMINATED, _PIPE):
             raise
         print(
             wrapped(
