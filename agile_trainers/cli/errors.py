@@ -79,7 +79,7 @@ def _signals_end_it() -> Iterator[None]:
         again.start()
 
     # torchrun ends its processes by SIGTERM, also those that wait in a collective, where no handler of Python runs.
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and threading.current_thread() is threading.main_thread()
+    alone = os.environ.get("WORLD_SIZE") in (None, "", "1") and threading.current_thread() is threading.main_thread()
     takes = alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if takes:
         signal.signal(signal.SIGTERM, terminate)
