@@ -3275,6 +3275,16 @@ MUTATIONS = [
         'still = abs(history.errors("success")) <= ERRORS', "still = True", "tests/evaluation/test_diagnosis.py",
     ),
     Mutation(
+        "a closed pipe ends training before the checkpoint of a stop", "checkpoints/stopping.py",
+        "                        os.dup2(nowhere.fileno(), number)\n", "                        pass\n",
+        "tests/trainers/test_stopping.py -k nothing_reads",
+    ),
+    Mutation(
+        "a run goes on although nothing reads its output", "checkpoints/stopping.py",
+        "self._requested or (signal.SIGPIPE if self._unread else 0)", "self._requested or 0",
+        "tests/trainers/test_stopping.py -k nothing_reads",
+    ),
+    Mutation(
         "an error hides the signal before it", "checkpoints/stopping.py",
         "        except Exception as error:\n            self.pass_on(",
         "        except Exception as error:\n            False and self.pass_on(",
@@ -3282,7 +3292,7 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGTERM with an error after it is told as an exit of the user's code", "cli/errors.py",
-        "not Progress.training or leaving.code == _TERMINATED", "not Progress.training",
+        "not Progress.training or leaving.code in (_TERMINATED, _PIPE)", "not Progress.training",
         "tests/test_cli_errors.py -k sigterm",
     ),
     Mutation(

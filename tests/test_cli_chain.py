@@ -461,6 +461,11 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("stages.3.lora.rank", 8, "'ppo-after'.*`lora`.*'rank'"),
         ("lora.target_module", ["q_proj"], "`lora`.*'target_module'.*target_modules"),
         ("lora.r", 0, "`lora`: r must be at least 1, got 0"),
+        ("lora.r", 2**70, "`lora`: r must be at most 65536, got 1180591620717411303424"),
+        *(
+            ("lora.lora_alpha", alpha, f"`lora`: lora_alpha must be positive and finite, got {alpha}")
+            for alpha in (math.nan, math.inf, 0, -16)
+        ),
         ("lora.lora_dropout", "half", "`lora`.*lora_dropout.*'half'"),
         ("lora.lora_dropout", 1.5, r"`lora`: lora_dropout must lie in \[0, 1\], got 1.5"),
         ("stages.1.per_device_train_batch_size", 0, "'dpo': per_device_train_batch_size must be at least 1, got 0"),
@@ -540,8 +545,9 @@ def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
         first.config.learning_rate == 0.01 and first.config.use_cpu is True and first.config.assistant_only_loss is True
     )
     assert lora is not None and (lora.lora_alpha, lora.lora_dropout) == (10.0, 0.05)
-    with pytest.raises(YAMLFileError, match="'sft': learning_rate must be a number, got None"):
-        parse_pipeline({**pipeline, "stages": [{**pipeline["stages"][0], "learning_rate": None}]})
+    for name, kind in (("learning_rate", "a number"), ("dataloader_num_workers", "a whole number")):
+        with pytest.raises(YAMLFileError, match=f"'sft': {name} must be {kind}, got None"):
+            parse_pipeline({**pipeline, "stages": [{**pipeline["stages"][0], name: None}]})
 
 
 def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:

@@ -318,6 +318,11 @@ def test_a_signal_ends_a_command_wherever_it_falls(
     assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
 
 
+def test_a_number_of_processes_that_is_empty_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert guard("envs", lambda: signal.raise_signal(signal.SIGTERM), debug=False) == 143
+
+
 def test_a_fork_of_a_command_ends_by_sigterm_as_any_process() -> None:
     def run() -> int:
         child = os.fork()

@@ -145,6 +145,7 @@ def change(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("hyperparameters.learning_rate", {"low": 1}, "'learning_rate' must be a range"),
         ("hyperparameters.learning_rate.lgo", True, "'learning_rate' knows no 'lgo'.*log"),
         ("hyperparameters.learning_rate.low", "small", "'learning_rate'.*low.*'small'"),
+        ("hyperparameters.learning_rate", {"low": None, "high": 1}, "'learning_rate'.*low must be a number, got None"),
         ("hyperparameters.learning_rate.high", 1e-4, "'learning_rate'.*0 < low < high"),
         ("rounds", "two", "`rounds`.*'two'"),
         ("rounds", [1, "2"], "`rounds`"),

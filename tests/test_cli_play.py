@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from agile_environments import TASKS
 from agile_trainers.cli import environments as envs
 from agile_trainers.cli import play
+from agile_trainers.cli.errors import guard
 from agile_trainers.envs import list_environments
 from agile_trainers.envs.context import Question
 from agile_trainers.envs.libraries import LIBRARIES
@@ -122,6 +124,18 @@ def test_what_is_played_is_recorded_as_demonstrations(tmp_path: Path) -> None:
 def test_one_may_leave_and_play_several() -> None:
     code, screen = played("--environment", "agile:guess_number", "--episodes", "2", answers=("1", "x"))
     assert code == 0 and "seed 0" in screen and "seed 1" in screen and screen.endswith("You left the game.\n")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_one_leaves_by_ctrl_c_and_is_terminated_by_sigterm(number: int, status: int) -> None:
+    def ask(prompt: str) -> str:
+        signal.raise_signal(number)
+        return "1"
+
+    screen = io.StringIO()
+    options = ["--environment", "agile:guess_number"]
+    assert guard("play", lambda: play.main(options, Console(file=screen), ask), debug=False) == status
+    assert screen.getvalue().endswith("You left the game.\n") is (status == 0)
 
 
 def test_limits_and_system_prompt_are_those_of_training(embedded_model: Any) -> None:

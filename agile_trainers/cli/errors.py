@@ -79,7 +79,7 @@ def _signals_end_it() -> Iterator[None]:
         again.start()
 
     # torchrun ends its processes by SIGTERM, also those that wait in a collective, where no handler of Python runs.
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and threading.current_thread() is threading.main_thread()
+    alone = os.environ.get("WORLD_SIZE") in (None, "", "1") and threading.current_thread() is threading.main_thread()
     takes = alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if takes:
         signal.signal(signal.SIGTERM, terminate)
@@ -127,8 +127,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         place = traceback.extract_tb(leaving.__traceback__)[-1]
         if place.name == "on_broken_pipe":  # rich's, which exits where nothing reads its output
             return _unread(command)
-        # --help or a wrong option; or SIGTERM, of which an error after it was told (`GracefulStop.pass_on`).
-        if not Progress.training or leaving.code == _TERMINATED:
+        # --help or a wrong option; or a stop by SIGTERM or without a reader, which `GracefulStop.pass_on` has told.
+        if not Progress.training or leaving.code in (_TERMINATED, _PIPE):
             raise
         print(
             wrapped(

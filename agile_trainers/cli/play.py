@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.loading import check_model
+from agile_trainers.cli.errors import Terminated
 from agile_trainers.cli.parser import json_object, seed_number
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
@@ -105,7 +106,9 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         console.rule(f"{options.environment}, seed {seed}", characters="-")
         try:
             episode = play(seed)
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt) as left:
+            if isinstance(left, Terminated):
+                raise
             console.print("\nYou left the game.")
             return 0
         _show_end(console, episode)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from peft import LoraConfig
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.config.other_names import meant
-from agile_trainers.config.rules import at_least, check_numbers, check_rules, in_unit_interval
+from agile_trainers.config.rules import Rule, at_least, check_nulls, check_numbers, check_rules, in_unit_interval
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, load_named, nearest
@@ -43,6 +44,7 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path | Non
     parser.error = refuse  # type: ignore[method-assign]
     folder = {} if output_dir is None else {"output_dir": str(output_dir)}
     with naming_place(where):
+        check_nulls(config, options)
         parser.set_defaults_with_config(**options, **folder)
         (made,) = parser.parse_args_into_dataclasses(args=[])
         check_numbers(made)
@@ -125,6 +127,14 @@ class _LoraNumbers:
     lora_dropout: float = 0.0
 
 
+_LORA_RULES = (
+    at_least(1, "r"),
+    Rule(("r",), lambda _, r: r <= 2**16, "{name} must be at most 65536, got {value!r}: no weight has a higher rank."),
+    Rule(("lora_alpha",), lambda _, alpha: 0 < alpha < inf, "{name} must be positive and finite, got {value!r}."),
+    in_unit_interval("lora_dropout"),
+)
+
+
 def read_lora(raw: Any, where: str) -> LoraConfig | None:
     """Make LoRA settings from a mapping of ``LoraConfig``'s fields; None without one.
 
@@ -138,7 +148,7 @@ def read_lora(raw: Any, where: str) -> LoraConfig | None:
     parsed = make_config(_LoraNumbers, numbers, None, where)
     texts = {name: getattr(parsed, name) for name, value in numbers.items() if isinstance(value, str)}
     with naming_place(where):
-        check_rules(parsed, (at_least(1, "r"), in_unit_interval("lora_dropout")))
+        check_rules(parsed, _LORA_RULES)
         return LoraConfig(**{"task_type": "CAUSAL_LM", **given, **texts})
 
 

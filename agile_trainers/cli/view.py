@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from agile_trainers.cli.errors import printable
+from agile_trainers.cli.errors import Terminated, printable
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
 from agile_trainers.viewer.parts import with_members
@@ -115,6 +115,8 @@ def _serve(options: argparse.Namespace) -> int:
             webbrowser.open(server.url)
         try:
             server.serve_forever()
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             print()
     return 0

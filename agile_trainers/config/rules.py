@@ -106,6 +106,21 @@ def check_numbers(args: Any) -> None:
             )
 
 
+def check_nulls(config: type, options: Mapping[str, Any]) -> None:
+    """Check that no option that is a number is None, before a configuration's construction computes with it.
+
+    Args:
+        config: Its class.
+        options: Field name to value, of some fields.
+
+    Raises:
+        ValueError: For the first option that is.
+    """
+    for name, annotation in _numeric_options(config).items():
+        if annotation in (int, float) and name in options and options[name] is None:
+            raise ValueError(f"{name} must be {'a whole number' if annotation is int else 'a number'}, got None.")
+
+
 def check_best(args: Any) -> None:
     """Reject a choice of the best checkpoint without evaluations.
 

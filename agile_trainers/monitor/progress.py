@@ -275,21 +275,20 @@ class _Lines:
             self._bar.stop()
 
     def add(self, row: Row) -> None:
-        """Show a row."""
+        """Show a row; in one write with its header, after which a reader may leave (``| head -1``)."""
+        lines: list[str] = []
         if not self._columns or not set(row.values) <= set(self._columns) or self._rows % _HEADER_EVERY == 0:
             self._columns = [title for title in _COLUMNS if title in self._columns or title in row.values]
-            self._print(_line("step", "time", self._columns, self._columns, row.steps, self._width))
+            lines.append(_line("step", "time", self._columns, self._columns, row.steps, self._width))
         self._rows += 1
-        self._print(row_line(row, self._columns, self._width))
+        lines.append(row_line(row, self._columns, self._width))
+        self._console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """Leave what was shown as it is to stay. Called again, it does nothing."""
         if self._bar is not None:
             self._stop()
         self._bar = None
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -241,7 +241,12 @@ def _parts(value: Any, text: str) -> list[Any]:
         return [getattr(value, one.name, None) for one in fields(value)]
     else:
         shows: Any = type(value).__repr__
-        return [] if shows is object.__repr__ else list(getattr(value, "__dict__", {}).values())
+        if shows is object.__repr__:
+            return []
+        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
+        names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+        held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+        return [*held, *value.args] if isinstance(value, BaseException) else held
     return [one for one in whole if repr(one) in text] or parts
 
 

@@ -303,7 +303,8 @@ class MultiTurnTrainer(_Trainer):
             CheckpointError: If there is no complete checkpoint, or it belongs to another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
             NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
-            KeyboardInterrupt: After the checkpoint of an interrupted run was saved; SystemExit after SIGTERM.
+            KeyboardInterrupt: After the checkpoint of an interrupted run was saved; SystemExit after SIGTERM, or if nothing
+                reads the output any more.
         """
         self.check_open()
         self._check_policy_runs()

@@ -295,13 +295,21 @@ class Shows:
     def __repr__(self):
         return f"Shows({self.words})"
 
+class Slots:
+    __slots__ = "words"
+    __repr__ = Shows.__repr__
+
+    def __init__(self, words):
+        self.words = words
+
 WORDS = {"apple", "fig", "pear", "plum"}
 loop = {}
 loop["loop"] = loop
 asks = functools.partial(print, WORDS)
 several = [Model(words=WORDS), types.SimpleNamespace(words=WORDS), collections.deque([WORDS]), {"a": (WORDS,), "b": [{}]},
            collections.UserDict(a=WORDS), types.MappingProxyType({"a": WORDS}), np.array([WORDS, None]),
-           collections.OrderedDict(a=WORDS), collections.Counter([frozenset(WORDS)]), Shows(words=WORDS, other=Raises())]
+           collections.OrderedDict(a=WORDS), collections.Counter([frozenset(WORDS)]), Shows(words=WORDS, other=Raises()),
+           Slots(WORDS), ValueError(WORDS)]
 holds = {(0, 1): Options(WORDS), frozenset(WORDS): loop, b"x": [Raises(), 10**6000], "asks": asks, "several": several}
 make = lambda: (holds, [one for one in WORDS if one in {"apple", "fig", "pear"}])
 factory = (lambda held: lambda: held)(holds)

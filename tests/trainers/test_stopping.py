@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +90,51 @@ def test_a_process_that_knows_of_anothers_signal_hears_its_own(monkeypatch):
             assert earlier == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Unread(TrainerCallback):
+    """Ends the reader of the outputs inside the second step, as a Ctrl-C in `| tee log` does, with a signal or without."""
+
+    def __init__(self, reader: int, number: int | None):
+        self.reader, self.number = reader, number
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 1:
+            return
+        os.close(self.reader)
+        if self.number is not None:
+            signal.raise_signal(self.number)
+        until = time.monotonic() + 20
+        for stream in (sys.stdout, sys.stderr):
+            while not stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):  # /dev/null
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "dicts"), [(None, False), (None, True), (signal.SIGINT, False), (signal.SIGTERM, True)]
+)
+def test_an_output_that_nothing_reads_costs_no_checkpoint(embedded_model, tmp_path, warned, monkeypatch, number, dicts):
+    """The step's row comes before its checkpoint, and ended training."""
+    reader, writer = os.pipe()
+    outputs = [os.fdopen(one, "w", buffering=1) for one in (writer, os.dup(writer))]
+    for name, stream in zip(("stdout", "stderr"), outputs, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+    trainer = make_trainer(
+        embedded_model, tmp_path, max_steps=4, save_strategy="no", logging_steps=1, disable_tqdm=dicts,
+        callbacks=[Unread(reader, number)],
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as stop:
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    if number == signal.SIGINT:
+        return
+    assert stop.value.code == (143 if number else 141)
+    said = "Terminated" if number else "Nothing reads the output any more"
+    assert warned[-1].startswith(f"{said}: stopped at step 2;")
+    for stream in outputs:
+        print("goes nowhere", file=stream)
+        stream.close()
 
 
 class Evaluated(TrainerCallback):

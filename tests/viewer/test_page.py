@@ -8,7 +8,10 @@ import http.client
 import json
 import random
 import re
+import signal
 import threading
+import urllib.request
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -385,6 +388,21 @@ def ask(server: Server, path: str, **headers: str) -> tuple[int, bytes]:
     content = answer.read()
     assert answer.getheader("Access-Control-Allow-Origin") is None
     return answer.status, content
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_the_server_and_sigterm_terminates_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def visit(url: str) -> None:
+        urllib.request.urlopen(url).read()  # which is answered once the server waits
+        signal.raise_signal(number)
+
+    def opens(url: str) -> None:
+        threading.Thread(target=visit, args=[url]).start()
+
+    monkeypatch.setattr(webbrowser, "open", opens)
+    assert main(["view", str(run), "--serve", "--open"]) == status
 
 
 def test_the_server_answers_this_machine_with_the_secret_alone(server: Server) -> None:
