@@ -154,7 +154,9 @@ def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None
             expected.completion_ids, expected.episode_return, expected.seed, expected.error,
         ]  # fmt: skip
         taught = np.array(got["turn_ids"]) >= 0
-        np.testing.assert_allclose(sampled(got)[taught], np.array(expected.sampling_logprobs)[taught], rtol=0, atol=2.5e-4)
+        np.testing.assert_allclose(
+            sampled(got)[taught], np.array(expected.sampling_logprobs)[taught], rtol=0, atol=2.5e-4
+        )
 
 
 def test_a_log_that_cannot_be_written_does_not_end_training(

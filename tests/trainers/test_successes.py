@@ -201,8 +201,9 @@ def test_a_played_episode_is_kept_to_the_bit(embedded_model, tmp_path, changes) 
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 
-def test_what_an_environment_says_of_itself_may_be_larger_than_it_looks() -> None:
-    """Its info is shortened; the messages are kept as deep as prompts may be."""
+def test_what_an_environment_says_of_itself_may_be_larger_than_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its info is shortened, here to ten thousand items; the messages are kept as deep as prompts may be."""
+    monkeypatch.setattr("agile_trainers.step.successes.LARGEST", 10_000)
     items: list[Any] = ["ha"]
     for _ in range(25):
         items = [items] * 10
