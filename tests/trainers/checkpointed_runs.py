@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # Contexts are rewritten, with questions; a batch has episodes of one path and of several.
     "rewritten": {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2,
         "environment": Long, "history": "games:takes_notes", "max_turns": 6, "optim": "adamw_torch", "learning_rate": 1e-2,
     },
     "whole-model": {

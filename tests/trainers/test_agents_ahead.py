@@ -23,7 +23,7 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Trajectory
 
 RUN: dict[str, Any] = {
-    "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3, "max_turns": 9,
+    "max_steps": 4, "num_generations": 2, "per_device_train_batch_size": 4, "learning_rate": 0.3, "max_turns": 9,
     "advantage_granularity": "trajectory",
 }  # fmt: skip
 
@@ -105,9 +105,16 @@ def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any) 
         assert torch.allclose(one, weights(trainer)[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize(("script", "kind"), [(True, "in turn"), (False, "at once")], ids=["script", "model"])
+@pytest.mark.parametrize(
+    ("script", "kind", "kills"), [(True, "in turn", (1, 4)), (False, "at once", (3,))], ids=["script", "model"]
+)
 def test_a_killed_run_goes_on(
-    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bool, kind: str
+    embedded_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: bool,
+    kind: str,
+    kills: tuple[int, ...],
 ) -> None:
     """From any step, in the middle of a generation batch too, with rows and random delays: to the bit."""
     ahead = 1 if kind == "at once" else 2
@@ -128,7 +135,7 @@ def test_a_killed_run_goes_on(
     monkeypatch.setattr("checkpointed_runs.make_trainer", make)
     monkeypatch.setitem(run_until.__globals__["CASES"], "agents", settings)
     whole = run_until(99, "agents", embedded_model, tmp_path / "whole")
-    for kill in (1, 4):
+    for kill in kills:
         run_until(kill, "agents", embedded_model, tmp_path / "run", resume="auto")
     again = run_until(99, "agents", embedded_model, tmp_path / "run", resume="auto")
     assert again.state.global_step == 5
@@ -141,7 +148,7 @@ def test_an_agent_beside_an_environment(embedded_model: Path, tmp_path: Path) ->
     for ahead in (0, 2):
         trainer = make_trainer(
             embedded_model, tmp_path / str(ahead), environment={"agent": in_turn(random.Random(1)), "game": Chatter},
-            batches_ahead=ahead, eval_strategy="steps", eval_steps=1, num_eval_episodes=4,
+            batches_ahead=ahead, eval_strategy="steps", eval_steps=1, num_eval_episodes=2,
             **{**RUN, "learning_rate": 0.0, "max_steps": 3},
         )  # fmt: skip
         batches = watched(trainer)
@@ -158,7 +165,7 @@ def test_a_run_that_ends_in_the_middle_leaves_no_thread_and_no_socket(
     embedded_model: Path, tmp_path: Path, ends: str
 ) -> None:
     trainer = make_trainer(
-        embedded_model, tmp_path, environment=in_turn(random.Random(1)), batches_ahead=2, generation_chunk_size=4, **RUN
+        embedded_model, tmp_path, environment=in_turn(random.Random(1)), batches_ahead=2, generation_chunk_size=2, **RUN
     )
     loss, before = trainer._compute_loss, listening()
     open_then: list[set[int]] = []

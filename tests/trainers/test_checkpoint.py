@@ -58,8 +58,8 @@ def undisturbed(embedded_model, tmp_path_factory) -> Callable[[str], Any]:
     return train
 
 
-KILLS = {"grpo": range(1, 5), "reinforce": (1, 4), "ppo": (1, 2)}
-"""GRPO's after every step, REINFORCE's inside and at the end of an epoch; the other cases once, inside a batch."""
+KILLS = {"grpo": (1, 3, 4), "reinforce": (1, 4), "ppo": (1, 2)}
+"""GRPO's inside each pass of a batch and at its end, REINFORCE's inside and at the end of an epoch; other cases' once."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,7 +149,7 @@ def test_killed_while_saving(embedded_model, tmp_path):
     """Whatever moment of saving the kill comes at, a whole checkpoint is found, even if only one is kept."""
     watch = Watch(tmp_path / "run", tmp_path / "taken")
     settings = {"per_device_train_batch_size": 4, "steps_per_generation": 2, **SAVING, "save_total_limit": 1}
-    whole = make_trainer(embedded_model, tmp_path / "run", max_steps=3, callbacks=[watch], **settings)
+    whole = make_trainer(embedded_model, tmp_path / "run", max_steps=2, callbacks=[watch], **settings)
     whole.train()
     found = [newest_complete(folder) for folder in watch.taken]
     assert all(skipped == [] for _, skipped in found), "a checkpoint appears whole"
@@ -161,22 +161,22 @@ def test_killed_while_saving(embedded_model, tmp_path):
     assert final and all(files == final[0] for files in final), "nothing is written after the marker"
 
     for late in (partial[0], partial[-1]):
-        resumed = make_trainer(embedded_model, late, max_steps=3, **settings)
+        resumed = make_trainer(embedded_model, late, max_steps=2, **settings)
         resumed.train(resume_from_checkpoint=True)
         assert_same(weights(resumed), weights(whole))
-        assert [path.name for path in late.glob("checkpoint-*")] == ["checkpoint-3"]
+        assert [path.name for path in late.glob("checkpoint-*")] == ["checkpoint-2"]
         assert not (late / "unfinished").exists()
-        check_complete(late / "checkpoint-3")
+        check_complete(late / "checkpoint-2")
 
 
 class Interrupt(TrainerCallback):
-    """Presses Ctrl-C inside the second step."""
+    """Presses Ctrl-C inside a step."""
 
-    def __init__(self, times: int):
-        self.times = times
+    def __init__(self, times: int, step: int):
+        self.times, self.step = times, step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for _ in range(self.times if state.global_step == 1 else 0):
+        for _ in range(self.times if state.global_step == self.step - 1 else 0):
             press_ctrl_c()
 
 
@@ -191,22 +191,22 @@ def interrupts(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, own)
 
 
-def interrupt_once(model, folder) -> None:
-    stopped = make("ppo", model, folder, callbacks=[Interrupt(1)])
-    with pytest.raises(KeyboardInterrupt, match=r"stopped at step 2; .*resume_from_checkpoint=True"):
+def interrupt_once(case: str, model: Path, folder: Path, step: int) -> None:
+    stopped = make(case, model, folder, callbacks=[Interrupt(1, step)])
+    with pytest.raises(KeyboardInterrupt, match=rf"stopped at step {step}; .*resume_from_checkpoint=True"):
         stopped.train()
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
 
 
-def interrupt_twice(model, folder) -> None:
+def interrupt_twice(model: Path, folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        make("ppo", model, folder, callbacks=[Interrupt(2)]).train()
+        make("tasks", model, folder, callbacks=[Interrupt(2, 1)]).train()
     assert not list(folder.glob("checkpoint-*"))
 
 
 def test_ctrl_c(embedded_model, tmp_path, undisturbed, warned):
     with interrupts(signal.default_int_handler):
-        interrupt_once(embedded_model, tmp_path / "once")
+        interrupt_once("ppo", embedded_model, tmp_path / "once", 2)
         assert "Interrupt again to stop at once" in warned[0]
         resumed = make("ppo", embedded_model, tmp_path / "once")
         resumed.train(resume_from_checkpoint=True)
@@ -217,7 +217,7 @@ def test_ctrl_c(embedded_model, tmp_path, undisturbed, warned):
 def test_ctrl_c_in_the_background(embedded_model, tmp_path):
     """A shell starts what runs there with interrupts ignored; what is saved is the same."""
     with interrupts(signal.SIG_IGN):
-        interrupt_once(embedded_model, tmp_path / "once")
+        interrupt_once("tasks", embedded_model, tmp_path / "once", 1)
         interrupt_twice(embedded_model, tmp_path / "twice")
 
 
@@ -242,9 +242,10 @@ def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_same(weights(trainer), weights(undisturbed("ppo")))
     shutil.rmtree(tmp_path / "rollouts")
+    trainer.args.max_steps = 1
     trainer.train()
-    assert trainer._step == 8 + 6
-    assert sorted({(r["step"], r["generation"]) for r in recorded(tmp_path / "rollouts")}) == [(0, 2), (2, 3)]
+    assert trainer._step == 8 + 2
+    assert sorted({(r["step"], r["generation"]) for r in recorded(tmp_path / "rollouts")}) == [(0, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------- what is saved
@@ -294,8 +295,8 @@ def test_the_folder_is_read_by_peft(embedded_model, saved):
 
 def test_the_best_checkpoint_by_return_is_kept(embedded_model, tmp_path):
     trainer = make_trainer(
-        embedded_model, tmp_path, max_steps=4, save_total_limit=1, load_best_model_at_end=True, eval_strategy="steps",
-        eval_steps=1, metric_for_best_model="return", num_eval_episodes=8, learning_rate=3.0, **SAVING,
+        embedded_model, tmp_path, max_steps=3, save_total_limit=1, load_best_model_at_end=True, eval_strategy="steps",
+        eval_steps=1, metric_for_best_model="return", num_eval_episodes=4, learning_rate=3.0, **SAVING,
     )  # fmt: skip
     trainer.train()
     returns = {e["step"]: e["eval_return"] for e in trainer.state.log_history if "eval_return" in e}

@@ -35,12 +35,10 @@ def logs(trainer: MultiTurnTrainer) -> list[float]:
     ("name", "options"),
     [
         *(pytest.param(name, {}, id=f"{name}-loss") for name in CAUSES),
-        # Whatever the cause, log-probabilities come from a pass of their own, or are rounded.
-        *(
-            pytest.param(name, {"num_iterations": 2, "max_steps": 6}, id=f"{name}-scored")
-            for name in ("late", "a part")
-        ),
-        *(pytest.param(name, BF16, id=f"{name}-bf16") for name in ("late", "a layer")),
+        # Whatever the cause, log-probabilities come from a pass of their own, or are rounded, or both.
+        pytest.param("a part", {"num_iterations": 2}, id="a part-scored"),
+        pytest.param("a layer", BF16, id="a layer-bf16"),
+        pytest.param("late", {"num_iterations": 2, **BF16}, id="late-scored-bf16"),
     ],
 )
 def test_a_delivery_that_fails_is_named_at_its_first_batch(
@@ -59,7 +57,7 @@ def test_a_delivery_that_fails_is_named_at_its_first_batch(
         str(failure.value),
     )
     assert said and " or " not in said[1].replace("late, or", "")
-    assert float(said[3]) < (0.1 if options is BF16 else 1e-3) * float(said[2])
+    assert float(said[3]) < (0.1 if "bf16" in options else 1e-3) * float(said[2])
 
 
 @pytest.mark.parametrize("name", ["late", "not arrived"])
@@ -99,9 +97,11 @@ def test_no_healthy_run_is_stopped(
 ) -> None:
     """In bf16 too, where a difference of rounding is nearer to no other policy."""
     left = suspect_every_batch(monkeypatch)
-    trainer = make_trainer(embedded_model, tmp_path, lora=WARM, **{**PLAYS, **BF16, "max_steps": 2, **changes})
+    trainer = make_trainer(
+        embedded_model, tmp_path, lora=WARM, **{**PLAYS, **BF16, "max_turns": 2, "max_steps": 2, **changes}
+    )
     trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps and len(left) > 5
+    assert trainer.state.global_step == trainer.args.max_steps and len(left) >= 5
     assert min(left) > 0.9
 
 
@@ -110,7 +110,8 @@ def test_nothing_is_computed_where_sampler_and_trainer_agree(
 ) -> None:
     """In fp32 never; in bf16 at the first batch. Weights that hardly move are rounded as before, on every processor."""
     looked, find = [], Delivery.find
-    rounded = {**BF16, "learning_rate": 1e-4, "max_new_tokens": 48}
+    # A mean over a thousand tokens, of short episodes.
+    rounded = {**BF16, "learning_rate": 1e-4, "max_new_tokens": 32, "max_turns": 1, "per_device_train_batch_size": 32}
     monkeypatch.setattr(Delivery, "find", lambda *given, **known: (looked.append(known), find(*given, **known))[1])
     for options, expected in (({}, []), (rounded, [{"exact": False, "thorough": False}])):
         make_trainer(

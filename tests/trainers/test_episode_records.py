@@ -199,16 +199,16 @@ def test_calls_of_several_paths_have_what_was_computed_for_them(
 
 def test_every_nth_generation_batch_and_every_evaluation(embedded_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(
-        embedded_model, tmp_path, log_rollouts=2, max_steps=4, num_eval_episodes=3, eval_strategy="steps", eval_steps=2
+        embedded_model, tmp_path, log_rollouts=2, max_steps=3, num_eval_episodes=3, eval_strategy="steps", eval_steps=1
     )
     trainer.train()
     assert sorted({record["generation"] for record in recorded(tmp_path)}) == [0, 2]
     assert [(r["step"], r["index"], r["group"]) for r in recorded(tmp_path, "eval")] == [
-        (step, index, None) for step in (2, 4) for index in range(3)
+        (step, index, None) for step in (1, 2, 3) for index in range(3)
     ]
     (run,) = open_records(tmp_path)
     assert (
-        sum("loss" in line for line in run.metrics()) == 4 and sum("eval_return" in line for line in run.metrics()) == 2
+        sum("loss" in line for line in run.metrics()) == 3 and sum("eval_return" in line for line in run.metrics()) == 3
     )
     assert len(run.vocabulary()) == len(trainer.processing_class)
     expected = {"format": 4, "kind": "training", "algorithm": "Multi-turn GRPO", "environment": "Chatter", "seed": 3}

@@ -44,42 +44,49 @@ def served(episode: Trajectory, tokenizer: Any) -> list[list[int]]:
     return read
 
 
-@pytest.mark.parametrize("packing", ["prefix", "none"])
-def test_qwen3_is_trained_as_it_is_served(thinker: Path, tmp_path: Path, packing: str) -> None:
-    """Each turn after the ids of the served conversation; the update computes the sampler's log-probs on them."""
-    trainer = thinking(thinker, tmp_path, sequence_packing=packing, max_steps=2)
+@pytest.fixture(scope="module")
+def played(thinker: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trajectory]:
+    """The episodes of the first batch, by the template that serves."""
+    return thinking(thinker, tmp_path_factory.mktemp("played")).rollout()
+
+
+def test_qwen3_plays_as_it_is_served(thinker: Path, played: list[Trajectory]) -> None:
+    """Each turn after the ids of the served conversation."""
     tokenizer = AutoTokenizer.from_pretrained(thinker)
-    episodes = trainer.rollout()
-    for episode in episodes:
+    for episode in played:
         assert episode.error is None and len(episode.turns) == 3
         assert [episode.prompt_of(k) for k in range(3)] == served(episode, tokenizer)
-    thought = ["</think>" in turn.text for episode in episodes for turn in episode.turns[:2]]
-    forked = [turn.fork for episode in episodes for turn in episode.turns[1:]]
+    thought = ["</think>" in turn.text for episode in played for turn in episode.turns[:2]]
+    forked = [turn.fork for episode in played for turn in episode.turns[1:]]
     assert sum(thought) > 12 and [fork is Fork.TEMPLATE for fork in forked] == thought
-    trainer.update(episodes)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "none"])
+def test_qwen3_is_trained_as_it_is_served(
+    thinker: Path, tmp_path: Path, played: list[Trajectory], packing: str
+) -> None:
+    """The update computes the sampler's log-probs, on the ids that it has read."""
+    trainer = thinking(thinker, tmp_path, sequence_packing=packing)
+    trainer.update(played)
     first = trainer.state.log_history[0]
     assert first["sampling/sampling_logp_difference/max"] < 1e-5
-    assert first["rewrites/template"] == pytest.approx(sum(thought) / 24)
+    thought = sum("</think>" in turn.text for episode in played for turn in episode.turns[:2])
+    assert first["rewrites/template"] == pytest.approx(thought / 24)
     assert first["tokens_read_again"] == 0.0
-    trainer.update(trainer.rollout())
-    assert trainer.state.log_history[1]["rewrites/template"] > 0.3
 
 
-def test_the_training_template_reads_fewer_tokens(thinker: Path, tmp_path: Path) -> None:
+def test_the_training_template_reads_fewer_tokens(thinker: Path, tmp_path: Path, played: list[Trajectory]) -> None:
     """As served, an episode's answers are read again without their thoughts, by the turn after them."""
-    own, kept = (
-        thinking(thinker, tmp_path / str(n), training_chat_template=kept).rollout()
-        for n, kept in enumerate((False, True))
-    )
+    kept = thinking(thinker, tmp_path, training_chat_template=True).rollout()
     assert all(episode.paths is None for episode in kept)
-    assert sum(episode.num_tokens for episode in own) > sum(episode.num_tokens for episode in kept)
+    assert sum(episode.num_tokens for episode in played) > sum(episode.num_tokens for episode in kept)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
 def test_questions_and_windows_are_trained(embedded_model: Path, tmp_path: Path, algorithm: str) -> None:
     options: dict[str, Any] = {"num_generations": 1} if algorithm == "reinforce" else {"beta": 0.1}
     trainer = make_trainer(
-        embedded_model, tmp_path, algorithm=algorithm, environment=Long, history=takes_notes, max_turns=6, max_steps=2,
+        embedded_model, tmp_path, algorithm=algorithm, environment=Long, history=takes_notes, max_turns=6,
         max_logprob_gap=1e-4, **options,
     )  # fmt: skip
     trainer.train()
@@ -99,7 +106,7 @@ def test_ppo_is_resumed_in_the_middle_of_a_batch_to_the_same_bits(embedded_model
 def test_full_history_is_a_run_without_one(embedded_model: Path, tmp_path: Path) -> None:
     ends = []
     for number, history in enumerate((None, "full")):
-        trainer = make_trainer(embedded_model, tmp_path / str(number), history=history, max_steps=2)
+        trainer = make_trainer(embedded_model, tmp_path / str(number), history=history)
         trainer.train()
         ends.append(weights(trainer))
     assert_same(*ends)

@@ -75,11 +75,11 @@ def test_gradients_are_those_of_the_model_itself(folders, tmp_path, name, monkey
 )
 def test_micro_batches_change_no_gradient(folders, tmp_path, name, changes):
     steps, mismatches = [], []
-    for size in (8, 1):
+    for size in (4, 1):
         gradients = Gradients()
         trainer = make_trainer(
             folders[name], tmp_path / str(size), environment=Gallery, callbacks=[gradients], num_iterations=2, max_steps=2,
-            per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, **changes,
+            per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, num_generations=2, **changes,
         )  # fmt: skip
         trainer.train()
         steps.append(gradients.steps)
@@ -128,12 +128,11 @@ def test_a_process_without_images_waits_for_no_encoder(folders, tmp_path):
         assert relative_error(two, one) < 1e-4
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path, ahead):
+def test_a_killed_run_goes_on_bit_for_bit(folders, tmp_path):
     """In the middle of a generation batch; with the next one under way, whose images are rendered again."""
     options: dict[str, Any] = {
         "environment": Gallery, "max_steps": 3, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": ahead,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "batches_ahead": 1,
     }  # fmt: skip
     check_resumed(lambda name, **more: make_trainer(folders["qwen2_vl"], tmp_path / name, **options, **more), 1)
 
