@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 from games import LORA, Chatter, make_trainer, settings
 from peft import LoraConfig, PeftModel, get_peft_model
 from ppo_games import make_ppo
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.folders import CheckpointError
-from agile_trainers.adapters.roles import POLICY, REFERENCE
+from agile_trainers.adapters.roles import POLICY, REFERENCE, running
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
@@ -45,18 +47,34 @@ def adapter(trainer: MultiTurnTrainer, name: str) -> dict[str, torch.Tensor]:
     return {key.replace(f".{name}.", "."): p.detach().clone() for key, p in weights if f".{name}." in key}
 
 
+@pytest.fixture(scope="module")
+def learned(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
+    """Train with an initialization, once: the folder with the run and its policy, the trainer, and what it started from."""
+
+    @cache
+    def train(init: Any) -> tuple[Path, MultiTurnTrainer, torch.Tensor]:
+        folder = tmp_path_factory.mktemp(str(init))
+        saving = {"save_strategy": "steps", "save_steps": 1}
+        trainer = make_trainer(embedded_model, folder / "run", lora={"init_lora_weights": init}, **saving, **LEARNS)
+        start = log_probs(trainer.model)
+        trainer.train()
+        trainer.save_model(str(folder / "policy"))
+        return folder, trainer, start
+
+    return train
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", False])
-def test_the_reference_is_the_policy_as_it_starts(embedded_model: Path, tmp_path: Path, init: Any) -> None:
-    trainer = make_trainer(embedded_model, tmp_path, lora={"init_lora_weights": init}, **LEARNS)
-    start = log_probs(trainer.model)
+def test_the_reference_is_the_policy_as_it_starts(embedded_model: Path, learned: Any, init: Any) -> None:
+    _, trainer, start = learned(init)
     if init is not False:
         assert_near(start, log_probs(base_of(embedded_model)))
     assert (REFERENCE in trainer.model.peft_config) == (init in ("pissa", "olora", False))
-    trainer.train()
     assert abs(kl(trainer)[0]) < 1e-5 < 1e-3 < kl(trainer)[1]
     if REFERENCE in trainer.model.peft_config:
-        trainer.model.set_adapter(REFERENCE)
-        assert_near(log_probs(trainer.model), start)
+        with running(trainer.model, REFERENCE):
+            assert_near(log_probs(trainer.model), start)
+    assert (log_probs(trainer.model) - start).abs().max() > 1e-3
 
 
 def test_no_adapter_is_kept_without_a_penalty(embedded_model: Path, tmp_path: Path) -> None:
@@ -77,7 +95,7 @@ def test_a_model_that_has_the_adapter_already(embedded_model: Path, tmp_path: Pa
     model = get_peft_model(base_of(embedded_model), LoraConfig(**{**LORA, "init_lora_weights": "pissa"}))
     start = log_probs(model)
     args = MultiTurnGRPOConfig(**settings(tmp_path, **LEARNS))
-    tokenizer = make_trainer(embedded_model, tmp_path).processing_class
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     trainer = MultiTurnGRPOTrainer(model, args=args, environment=Chatter, processing_class=tokenizer)
     assert_near(log_probs(trainer.model), start)
     configs = {name: config.init_lora_weights for name, config in trainer.model.peft_config.items()}
@@ -87,14 +105,10 @@ def test_a_model_that_has_the_adapter_already(embedded_model: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module", params=["pissa", "olora"])
-def saved(request: pytest.FixtureRequest, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trained policy, its folder, and what it computes."""
-    folder = tmp_path_factory.mktemp(request.param)
-    lora = {"init_lora_weights": request.param}
-    trainer = make_trainer(embedded_model, folder / "run", lora=lora, save_strategy="steps", save_steps=1, **LEARNS)
-    trainer.train()
-    trainer.save_model(str(folder / "policy"))
-    return lora, folder, trainer
+def saved(request: pytest.FixtureRequest, learned: Any) -> Any:
+    """Options of the adapter, the folder of a trained policy, and its trainer."""
+    folder, trainer, _ = learned(request.param)
+    return {"init_lora_weights": request.param}, folder, trainer
 
 
 def test_what_is_saved_loads_on_the_original_base(embedded_model: Path, saved: Any) -> None:

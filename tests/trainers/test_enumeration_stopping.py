@@ -141,12 +141,12 @@ def brute_force_advantages(returns, size, scale, baseline, fallback):
 @pytest.mark.parametrize(
     "game, groups, size, gamma, options",
     [
-        (3, 1, 3, 1.0, {"scale_rewards": "none"}),
+        (2, 1, 3, 1.0, {"scale_rewards": "none"}),
         (3, 1, 3, 0.5, {"scale_rewards": "none"}),
-        (3, 1, 3, 0.5, {"scale_rewards": "group"}),
+        (2, 1, 3, 0.5, {"scale_rewards": "group"}),
         (3, 1, 3, 0.5, {"scale_rewards": "group", "advantage_baseline": "leave_one_out"}),
         (2, 2, 2, 0.5, {"scale_rewards": "batch"}),
-        (3, 1, 3, 0.5, {"scale_rewards": "mean"}),
+        (2, 1, 3, 0.5, {"scale_rewards": "mean"}),
         (3, 1, 3, 0.5, {"scale_rewards": "none", "turn_advantage_trajectory_fallback": False}),
     ],
     ids=["mean-undiscounted", "mean", "group", "group-leave-one-out", "batch", "maxrl", "no-fallback"],
@@ -167,6 +167,7 @@ def test_what_is_no_multiple_of_the_exact_gradient_equals_brute_force(
     assert relative_error(expected * (expected @ exact) / (expected @ expected), exact) > 0.01, "a multiple after all"
 
 
+@pytest.mark.parametrize("game", [2], indirect=True)
 def test_whitened_advantages_equal_brute_force(embedded_model, tmp_path, game):
     returns = game.returns(0.5)
 
@@ -188,11 +189,17 @@ def _among(value, values):
     return (value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-4)
 
 
-def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, game):
-    """The episode among the episodes, plus each turn beside those of other members from a state of the same name."""
+@pytest.mark.parametrize(
+    ("game", "granularity", "weight", "size"), [(2, "trajectory", 0.0, 3), (3, "anchor", 1.0, 2)], indirect=["game"]
+)
+def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, game, granularity, weight, size):
+    """The episode among the episodes, plus each turn beside those of other members from a state of the same name.
+
+    With three turns a state of one name may come at two of them.
+    """
     returns = game.returns(0.5)
 
-    def advantages(members, weight):
+    def advantages(members):
         whole = [sum(game.rewards[e]) for e in members]
 
         def beside_others(i, k):
@@ -205,14 +212,12 @@ def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, g
             for i, e in enumerate(members)
         ]
 
-    for granularity, weight in (("trajectory", 0.0), ("anchor", 1.0)):
-        changes = {"gamma": 0.5} if weight else {}
-        trainer = grpo(
-            embedded_model, tmp_path / granularity, 3, scale_rewards="group", advantage_granularity=granularity,
-            environment=Anchored, **changes,
-        )  # fmt: skip
-        expected = game.brute_force(3, lambda members, weight=weight: advantages(members, weight))
-        assert relative_error(game.expectation(trainer, 1, 3), expected) < 1e-5
+    changes = {"gamma": 0.5} if weight else {}
+    trainer = grpo(
+        embedded_model, tmp_path, size, scale_rewards="group", advantage_granularity=granularity, environment=Anchored,
+        **changes,
+    )  # fmt: skip
+    assert relative_error(game.expectation(trainer, 1, size), game.brute_force(size, advantages)) < 1e-5
 
 
 class Anchored(Chatter):
@@ -222,7 +227,7 @@ class Anchored(Chatter):
         return super().reset(seed, options)[0], {"anchor": "start"}
 
 
-@pytest.mark.parametrize(("granularity", "gamma"), [("turn", 1.0), ("turn", 0.5), ("token", 0.5)])
+@pytest.mark.parametrize(("granularity", "gamma"), [("turn", 0.5), ("token", 0.5)])
 def test_rebn_equals_brute_force(embedded_model, tmp_path, game, granularity, gamma):
     """A turn of two tokens counts once, or twice."""
 

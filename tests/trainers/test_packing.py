@@ -30,10 +30,9 @@ BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PADDED = PackingState(checked=True, refused="a test")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "token level, KL, entropy": ("grpo", {"beta": 0.1, "entropy_coef": 0.05}),
-    "turn level": ("grpo", {"importance_sampling_level": "turn", "beta": 0.1}),
     "sequence level": ("grpo", {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}),
     "whole model": ("grpo", {"lora": False, "beta": 0.1}),
-    "turns multiplied": ("grpo", {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum"}),
+    "turns multiplied": ("grpo", {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum", "beta": 0.1}),
     "reinforce": ("reinforce", {"kl_placement": "reward", "beta": 0.1}),
     "ppo": ("ppo", {}),
     "ppo, values of tokens": ("ppo", {"advantage_granularity": "token"}),

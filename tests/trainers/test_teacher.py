@@ -349,31 +349,37 @@ def test_of_episodes_too_the_divisor_is_their_own_count(embedded_model, tmp_path
 
 def test_several_are_not_saved(embedded_model, tmp_path, teacher, other) -> None:
     of = {"long": teacher, "chatter": other}
-    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, teacher=of, max_steps=1)
-    trainer.train()
+    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, num_generations=2, teacher=of)
     trainer.save_model(str(tmp_path / "saved"))
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(TEACHER)]
     assert {"teacher_0", "teacher_1"} <= trainer.model.peft_config.keys()
 
 
+def reads_of_a_batch(trainer: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train on one batch of two updates: how often its teacher reads, and the weights."""
+    count, read = [], trainer.teacher._log_probs_of
+    trainer.teacher._log_probs_of = lambda *given: count.append(1) or read(*given)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    return len(count), {n: p.detach() for n, p in trainer.model.named_parameters() if ".default." in n}
+
+
+TWO_UPDATES: dict[str, Any] = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "reads"),
-    [({}, 1), ({"teacher": "reference", "reference_adapter": True}, 2)],
-    ids=["frozen", "reference"],
+    "changes", [{}, {"teacher": "reference", "reference_adapter": True}], ids=["frozen", "reference"]
 )
-def test_a_frozen_teacher_reads_a_batch_once(embedded_model, tmp_path, teacher, changes, reads) -> None:
-    """Of two updates, and the weights are those of a run that lets it read again, to the bit."""
-    found = []
-    for keeps in (True, False):
-        options = {"teacher": teacher, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.1, **changes}
-        trainer = make_trainer(embedded_model, tmp_path / str(keeps), **options)
-        trainer.teacher._frozen &= keeps
-        count, read = [], trainer.teacher._log_probs_of
-        trainer.teacher._log_probs_of = lambda *given, read=read, count=count: count.append(1) or read(*given)
-        trainer.train()
-        found.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n})
-        assert len(count) == 2 * (reads if keeps else 2)
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+def test_a_frozen_teacher_reads_a_batch_once(embedded_model, tmp_path, teacher, changes) -> None:
+    """The weights are those of a run that lets it read again, to the bit. A reference may move, and is read again."""
+    trainer = make_trainer(embedded_model, tmp_path / "keeps", **{"teacher": teacher, **TWO_UPDATES, **changes})
+    reads, weights = reads_of_a_batch(trainer)
+    assert reads == (2 if changes else 1)
+    if not changes:
+        again = make_trainer(embedded_model, tmp_path / "again", teacher=teacher, **TWO_UPDATES)
+        again.teacher._frozen = False
+        reads, others = reads_of_a_batch(again)
+        assert reads == 2 and weights and all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- servers
@@ -461,9 +467,7 @@ def test_distillation_comes_closer_to_its_teacher(embedded_model, tmp_path, teac
     assert first["turn/1/teacher_kl"] > 0 and first["turn/2/teacher_kl"] > 0 and first["teacher/coef"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"), [(1.0, [0.8, 0.4]), (0.5, [0.8, 0]), (2, [0.8, 0.4, 0])], ids=["all", "half", "two"]
-)
+@pytest.mark.parametrize(("steps", "expected"), [(1.0, [0.8, 0.4]), (2, [0.8, 0.4, 0])], ids=["all", "two"])
 def test_the_coefficient_falls(embedded_model, tmp_path, teacher, steps, expected) -> None:
     """Then the teacher is not read, and the reward's gradient is alone."""
     trainer = make_trainer(

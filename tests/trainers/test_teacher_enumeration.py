@@ -7,6 +7,7 @@ episodes.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def target(world: Any, teacher: Any, gradient: str, decay: float = 1.0) -> torch
     return world.gradient((probability.detach() * (weights * divergence).sum(1)).sum())
 
 
+@cache
+def played(lengths: tuple[int, ...] = (2, 2)) -> tuple[Any, Any]:
+    """All episodes, and a teacher: the same for all tests, which read them and the gradients of one step alone."""
+    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), lengths)
+    return world, policy(1, TEMPERATURE)
+
+
+@cache
+def exact_target(gradient: str, lengths: tuple[int, ...], decay: float = 1.0) -> torch.Tensor:
+    return target(*played(lengths), gradient, decay)
+
+
 def trainer_of(world: Any, teacher: Any, model: Path, folder: Path, gradient: str, packed: bool, **changes: Any) -> Any:
     trainer = grpo(
         model, folder, 2, sequence_packing="prefix", teacher=str(model), teacher_gradient=gradient,
@@ -108,12 +121,11 @@ def expectation(trainer: Any, world: Any, **columns: Any) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", [(2, 2), (1, 1, 1)], ids=["two turns", "three turns"])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_each_gradient_is_that_of_its_target(embedded_model, tmp_path, gradient, lengths) -> None:
-    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), lengths)
-    teacher = policy(1, TEMPERATURE)
+    world, teacher = played(lengths)
     assert probabilities(world).sum().item() == pytest.approx(1.0, abs=1e-12)
-    undecayed = 0.7 * target(world, teacher, gradient)
+    undecayed = 0.7 * exact_target(gradient, lengths)
     for decay, packed in ((1.0, False), (0.5, True)):
-        targets = {other: 0.7 * target(world, teacher, other, decay) for other in GRADIENTS}
+        targets = {other: 0.7 * exact_target(other, lengths, decay) for other in GRADIENTS}
         trainer = trainer_of(
             world, teacher, embedded_model, tmp_path, gradient, packed, teacher_coef=0.7, teacher_turn_decay=decay
         )
@@ -137,7 +149,7 @@ def test_over_the_kept_sets_where_a_filter_sampled(embedded_model, tmp_path, gra
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_a_teacher_that_is_the_policy_gives_exactly_nothing(embedded_model, tmp_path, gradient) -> None:
-    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), (2, 2))
+    world, _ = played()
     trainer = trainer_of(world, world.model, embedded_model, tmp_path, gradient, packed=False)
     loss, found = step(trainer, world, drawn(trainer, world))
     assert loss.item() == 0.0
@@ -147,8 +159,8 @@ def test_a_teacher_that_is_the_policy_gives_exactly_nothing(embedded_model, tmp_
 
 def test_a_divergence_of_distributions_as_an_advantage_has_no_gradient(embedded_model, tmp_path) -> None:
     """It does not depend on the token that was sampled, so that no such gradient is offered; a log-ratio does."""
-    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), (2, 2))
-    teacher, batch = policy(1, TEMPERATURE), world.batch()
+    world, teacher = played()
+    batch = world.batch()
     trainer = trainer_of(world, teacher, embedded_model, tmp_path, REVERSE, packed=False)
     mine, theirs = world.log_softmax(world.model).detach(), world.log_softmax(teacher).detach()
     columns = drawn(trainer, world)
@@ -164,8 +176,7 @@ def test_a_divergence_of_distributions_as_an_advantage_has_no_gradient(embedded_
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_the_reward_keeps_its_rate(embedded_model, tmp_path, gradient) -> None:
     """The mixture is the reward's gradient plus the coefficient's share of the teacher's, at the step's coefficient."""
-    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), (2, 2))
-    teacher = policy(1, TEMPERATURE)
+    world, teacher = played()
     trainer = trainer_of(
         world, teacher, embedded_model, tmp_path, gradient, packed=False, teacher_coef=0.8, teacher_steps=8
     )
@@ -176,14 +187,14 @@ def test_the_reward_keeps_its_rate(embedded_model, tmp_path, gradient) -> None:
     reward = world.gradient(-(probabilities(world).detach()[:, None] * spread * scores).sum())
     for step, coefficient in ((0, 0.8), (4, 0.4)):
         trainer.state.global_step = step
-        exact = reward + coefficient * target(world, teacher, gradient)
+        exact = reward + coefficient * exact_target(gradient, (2, 2))
         assert relative_error(expectation(trainer, world, advantages=advantages), exact) < 1e-6
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_observations_are_not_scored(embedded_model, tmp_path, gradient) -> None:
-    world = Stopping.of(policy(2, TEMPERATURE), SamplingSettings(temperature=TEMPERATURE), (2, 2))
-    trainer = trainer_of(world, policy(1, TEMPERATURE), embedded_model, tmp_path, gradient, packed=False)
+    world, teacher = played()
+    trainer = trainer_of(world, teacher, embedded_model, tmp_path, gradient, packed=False)
     batch = drawn(trainer, world)
     expected = step(trainer, world, batch)
     actions, read = world.batch().action_mask, trainer.teacher.read

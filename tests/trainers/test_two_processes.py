@@ -37,7 +37,6 @@ CASES = {
         "beta": 0.1,
         "max_steps": 2,
     },
-    "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2, "by_hand": True},
     # Some groups are informative and some are not, and with them the ranks.
     "rows-skipped": {
         "skip_zero_advantage": True,
@@ -120,10 +119,14 @@ CASES = {
         "max_turns": 9,
         "num_generations": 2,
     },
+    # The statistics of a batch are those of each environment, over the processes.
     "mixed-ReBN": {
         "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
         "algorithm": "reinforce",
         "num_generations": 1,
+        "gamma": 0.9,
+        "max_steps": 2,
+        "by_hand": True,
     },
     # Zero-advantage groups, of which one process has more than the other, are replaced; the tasks of all are counted.
     "tasks": {
