@@ -2024,7 +2024,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a set in any object is another one in each process", "records/plain.py",
-        'else list(getattr(value, "__dict__", {}).values())', "else []", "tests/trainers/test_resume.py -k moved_line",
+        'held = [*getattr(value, "__dict__", {}).values(), ', "held = [", "tests/trainers/test_resume.py -k moved_line",
     ),
     Mutation(
         "a factory whose line moved is another one", "records/plain.py",
@@ -3278,6 +3278,10 @@ MUTATIONS = [
         "a closed pipe ends training before the checkpoint of a stop", "checkpoints/stopping.py",
         "                        os.dup2(nowhere.fileno(), number)\n", "                        pass\n",
         "tests/trainers/test_stopping.py -k nothing_reads",
+    ),
+    Mutation(
+        "SIGTERM of a game ends as a person who leaves", "cli/play.py",
+        "if isinstance(left, Terminated):", "if False:", "tests/test_cli_play.py -k terminated",
     ),
     Mutation(
         "a run goes on although nothing reads its output", "checkpoints/stopping.py",
