@@ -202,7 +202,9 @@ class GracefulStop(TrainerCallback):
             logger.warning("Terminated: %s.", why, exc_info=error)  # which the exit does not show
             raise SystemExit(TERMINATED) from error
         if self._requested == signal.SIGPIPE:
-            logger.warning("Nothing reads the output any more: %s. Write it to a file.", why, exc_info=error)
+            logger.warning(
+                "Nothing reads the output any more: %s. Next time, write the output to a file.", why, exc_info=error
+            )
             raise SystemExit(_UNREAD) from error
         if self._requested:
             raise KeyboardInterrupt(why) from error
