@@ -29,6 +29,11 @@ KEY = "sk-" + "k3y5" * 6
 JUDGED = Path(__file__).with_name("judged_processes.py")
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "WAITS", wait_none())
