@@ -22,6 +22,11 @@ BROKEN = "CUDA error"
 """In the message of a failure after which the device answers no more calls of this process."""
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rehearse", action="store_true", help="run the GPU cases on CPU with tiny sizes")
     parser.addoption("--only", action="append", default=[], help="run the GPU cases whose names contain this")

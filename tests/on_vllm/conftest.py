@@ -17,6 +17,11 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / name) for name in ("trainers", "rollout", "launch", "populations")]
 
 
+@pytest.fixture(scope="session")
+def embedded_model(two_layers: Path) -> Path:
+    return two_layers
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
