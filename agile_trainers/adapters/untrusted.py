@@ -258,6 +258,8 @@ _RESUMING = (
 )
 """Functions of transformers that read a checkpoint."""
 _OTHERS = (ImportError, MemoryError, torch.OutOfMemoryError)
+_OF_A_FILE = (None, errno.EINVAL)
+"""Numbers of errors that come from what a file holds, not from the machine; PyTorch's for one that ends early is EINVAL."""
 """Errors of the machine, not of the folder."""
 _BUILDERS = ("/cpp_extension.py", "/op_builder/")
 """Parts of the paths of files that build PyTorch's and DeepSpeed's extensions, which fail for want of a compiler."""
@@ -362,11 +364,7 @@ def naming_folder(
             raise
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # the exit of a user
             raise
-        machine = isinstance(error, OSError) and error.errno not in (
-            None,
-            errno.EINVAL,
-        )  # PyTorch's for a file that ends early
-        if machine or (isinstance(error, OSError) and not os.path.isdir(source)):
+        if isinstance(error, OSError) and not (error.errno in _OF_A_FILE and os.path.isdir(source)):
             raise
         passed = _passed(error)
         built = any(part in file for file in passed.values() for part in _BUILDERS)

@@ -277,6 +277,13 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["policy_destroyed"],
         lambda step: {} if step == 0 else {"success": 0.1, "reward": 0.1, "policy_change": 1.0}, Options(),
     ),
+    "updates destroy the policy, from which its batches ahead are then far away": (
+        ["policy_destroyed"],
+        lambda step: {} if step == 0 else {
+            "success": 0.1, "reward": 0.1, "policy_change": 1.0, "drift/kl": 0.3, "drift/effective_sample_size": 0.2,
+        },
+        Options(),
+    ),
     "giving up pays": (
         ["giving_up_pays"],
         lambda step: {
