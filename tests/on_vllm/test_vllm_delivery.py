@@ -97,5 +97,5 @@ def test_no_healthy_run_is_stopped(
     changes = {"bf16": True, "learning_rate": 0.3, "batches_ahead": ahead}
     trainer = make_trainer(embedded_model, tmp_path, lora={"init_lora_weights": False}, **RUN, **changes)
     trainer.train()
-    assert trainer.state.global_step == 3 and len(left) >= 8 and min(left) > 0.9
+    assert trainer.state.global_step == 3 and len(left) > 10 and min(left) > 0.9
     trainer.close()

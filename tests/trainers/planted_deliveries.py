@@ -88,10 +88,7 @@ def _in_engine(served: Any, name: str) -> None:
 
 
 def suspect_every_batch(monkeypatch: Any) -> list[float]:
-    """Look for another policy in every batch, thoroughly; what part of the difference is left under each comes to a list.
-
-    The first batch is left out: without a policy before it, less is tried there than in the next one.
-    """
+    """Look for another policy in every batch, thoroughly; what part of the difference is left under each comes to a list."""
     find, judge, left = delivery.Delivery.find, delivery._Trial.judge, list[float]()
 
     def judged(trial: Any, policy: Any) -> Any:
@@ -100,7 +97,7 @@ def suspect_every_batch(monkeypatch: Any) -> list[float]:
         return found
 
     def thoroughly(self: delivery.Delivery, *, exact: bool, thorough: bool) -> Any:
-        return None if self._last is None else find(self, exact=exact, thorough=True)
+        return find(self, exact=exact, thorough=True)
 
     for holder, name, value in (
         (mismatch, "EXACT", 0.0), (mismatch, "RISE", 0.0), (delivery._Trial, "judge", judged),

@@ -101,7 +101,7 @@ def test_no_healthy_run_is_stopped(
         embedded_model, tmp_path, lora=WARM, **{**PLAYS, **BF16, "max_turns": 2, "max_steps": 2, **changes}
     )
     trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps and len(left) >= 5
+    assert trainer.state.global_step == trainer.args.max_steps and len(left) > 5
     assert min(left) > 0.9
 
 

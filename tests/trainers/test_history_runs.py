@@ -66,13 +66,15 @@ def test_qwen3_is_trained_as_it_is_served(
     thinker: Path, tmp_path: Path, played: list[Trajectory], packing: str
 ) -> None:
     """The update computes the sampler's log-probs, on the ids that it has read."""
-    trainer = thinking(thinker, tmp_path, sequence_packing=packing)
+    trainer = thinking(thinker, tmp_path, sequence_packing=packing, max_steps=2)
     trainer.update(played)
     first = trainer.state.log_history[0]
     assert first["sampling/sampling_logp_difference/max"] < 1e-5
     thought = sum("</think>" in turn.text for episode in played for turn in episode.turns[:2])
     assert first["rewrites/template"] == pytest.approx(thought / 24)
     assert first["tokens_read_again"] == 0.0
+    trainer.update(trainer.rollout())
+    assert trainer.state.log_history[1]["rewrites/template"] > 0.3
 
 
 def test_the_training_template_reads_fewer_tokens(thinker: Path, tmp_path: Path, played: list[Trajectory]) -> None:
