@@ -2904,7 +2904,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what follows from a finding is reported once that has passed", "evaluation/diagnosis.py",
-        "if step - seen <= QUIET]", "if step - seen < 0]", "tests/evaluation/test_recorded_runs.py",
+        "if step - seen <= QUIET]", "if step - seen < 0]", DIAGNOSIS,
     ),
     Mutation(
         "a policy that reads its prompts late is told that it does not", "evaluation/diagnosis.py",

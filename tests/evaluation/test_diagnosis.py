@@ -560,6 +560,15 @@ def test_of_two_findings_that_explain_each_other_one_remains() -> None:
     assert told_with(lambda step: 0.9 if step < 9 else 0.0) == ["policy_destroyed"]
 
 
+def test_a_finding_explains_others_for_a_while_after_it_has_passed() -> None:
+    def planted(step: int) -> dict[str, float]:
+        return {"distinct_tasks": 1.0} if step < 20 else {"success": 0.99, "advantage/zero": 0.9}
+
+    diagnosis = Diagnosis(Options())
+    said = [(found.name, step) for step in range(200) for found in diagnosis.look(step, {**HEALTHY, **planted(step)})]
+    assert [name for name, _ in said] == ["one_task", "solved"] and said[1][1] > 19 + QUIET
+
+
 def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:
     diagnosis = Diagnosis(Options())
     diagnosis.note("sampler_mismatch", "They differ.")
