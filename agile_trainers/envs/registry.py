@@ -17,6 +17,7 @@ An id is one of:
 from __future__ import annotations
 
 import difflib
+import dis
 import functools
 import hashlib
 import inspect
@@ -166,7 +167,10 @@ def describe_environment(environment: Any) -> dict[str, Any]:
         return {"environment": environment.__name__, "environment_arguments": {"command": environment.command}}
     if inspect.isfunction(environment):
         cells = [cell.cell_contents for cell in environment.__closure__ or ()]
-        seen = [environment.__code__.co_consts, environment.__code__.co_names, cells, environment.__defaults__]
+        code = environment.__code__
+        # From Python 3.14 on, small numbers are in the instructions alone.
+        small = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_SMALL_INT"]
+        seen = [[*code.co_consts, *small], code.co_names, cells, environment.__defaults__]
         arguments["code"] = hashlib.sha256(json.dumps(stable_json(seen)).encode()).hexdigest()[:16]
     name = getattr(environment, "__qualname__", None)
     return {"environment": name or type(environment).__qualname__, "environment_arguments": stable_json(arguments)}

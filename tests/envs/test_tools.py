@@ -365,7 +365,7 @@ def test_calculate(expression: str, value: str) -> None:
         ("1 / 0", "division by zero"),
         ("0 ** -1", "division by zero"),
         ("(-8) ** 0.5", "not a real number"),
-        ("sqrt(-1)", "math domain error"),
+        ("sqrt(-1)", "math domain error|expected a nonnegative input"),
         ("(1", "no arithmetic expression"),
         ("", "no arithmetic expression"),
         ("(" * 150, "no arithmetic expression"),
@@ -382,9 +382,8 @@ def test_calculate(expression: str, value: str) -> None:
     ],
 )
 def test_calculate_refuses(expression: str, error: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=error):
         calculate(expression)
-    assert error in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), ValueError("no")], ids=repr)
