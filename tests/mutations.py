@@ -4276,6 +4276,11 @@ MUTATIONS = [
         "while room.acquire():", "while True:", "tests/envs/test_agent_isolation.py -k few_connections",
     ),
     Mutation(
+        "each request of an isolated program waits for 40 ms", "envs/isolation/process_tree.py",
+        "for one in (client, endpoint):  # else", "for one in (endpoint,):  # else",
+        "tests/envs/test_agent_isolation.py -k in_parts",
+    ),
+    Mutation(
         "a client that hangs up cancels the answer", "rollout/agents/server.py",
         "self._exchange.abandoned(key, ticket)\n            raise",
         "ticket.answer.cancel()\n            raise",
