@@ -365,8 +365,11 @@ def test_folders_that_nobody_holds_are_removed(place: Path, tmp_path: Path) -> N
 
 
 def test_a_folder_of_any_depth_is_removed_and_costs_no_other_program(place: Path) -> None:
-    """Its paths are longer than the system takes; neither the program's own keeper nor the next one stumbles over it."""
-    deep = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')\nopen('file', 'w'); os.chmod('.', 0)"
+    """It has more levels than a process has files and Python calls, and its paths are longer than the system takes; neither
+    the program's own keeper nor the next one stumbles over it."""
+    deep = (
+        "import os\nfor _ in range(1200):\n    os.mkdir('deep'); os.chdir('deep')\nopen('file', 'w'); os.chmod('.', 0)"
+    )
     try:
         assert played(sys.executable, "-c", deep)["info"]["exit_code"] == 0
         assert list(place.iterdir()) == []
