@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a scri
 # Accelerate reads the metadata of DeepSpeed and PEFT in each forward pass: a tenth of the time of a run this small.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 importlib.metadata.version = functools.cache(importlib.metadata.version)
+# Transformers and TRL each look through all installed packages when they are imported.
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def pytest_configure(config: pytest.Config) -> None:

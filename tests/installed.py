@@ -19,9 +19,12 @@ ASKED_BY = {
 
 
 def needs(module: str) -> None:
-    """Skip the test that runs where a library is not installed; nothing is imported, which may write to the home folder."""
+    """Skip the test that runs, or the file, where a library is not installed.
+
+    Nothing is imported: that may write to the home folder, and takes every worker the seconds of the file's tests alone.
+    """
     if find_spec(module) is None:
-        pytest.skip(f"{module} is not installed: pip install 'agile-trainers[dev]'")
+        pytest.skip(f"{module} is not installed: pip install 'agile-trainers[dev]'", allow_module_level=True)
 
 
 def skip_without_libraries(text: str) -> None:

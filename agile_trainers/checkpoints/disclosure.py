@@ -332,6 +332,8 @@ def _may_leave(name: str, value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Convert to JSON values."""
+    if value is None or type(value) in (bool, int, float, str):  # most options, at each save
+        return value
     return json.loads(json.dumps(value, default=lambda it: it.value if isinstance(it, Enum) else str(it)))
 
 

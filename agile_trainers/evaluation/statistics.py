@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from math import erfc, log, sqrt
 from typing import Any, NamedTuple
 
@@ -229,6 +230,7 @@ def success_test(both: int, only_first: int, only_second: int, neither: int) -> 
     return MeanTest(Interval(low, high), p_value)
 
 
+@lru_cache(maxsize=4096)  # a simulation of power meets the same few tables again and again
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of the exact McNemar test.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -902,7 +903,7 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
                 f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps "
                 "to a positive number of updates, or pass a train_dataset."
             )
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * whole})
+        return copy(_empty_rows(whole))
     if isinstance(dataset, IterableDataset):
         return _whole_steps(args, dataset, whole)
     if isinstance(dataset, Dataset) and len(dataset) < groups:
@@ -920,6 +921,12 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
             len(dataset), there, accumulation, there,
         )  # fmt: skip
     return dataset
+
+
+@lru_cache(maxsize=16)
+def _empty_rows(count: int) -> Dataset:
+    """Make rows for all runs of a process: to hash them anew takes as long as a forward pass of a small model."""
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * count})
 
 
 def _whole_steps(args: MultiTurnConfig, dataset: IterableDataset, rows: int) -> IterableDataset:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
 
 def bound(port: int = 0) -> socket.socket:
     """A socket that holds a port; connections are refused until it, or another one of the port, listens."""
@@ -22,6 +20,8 @@ def bound(port: int = 0) -> socket.socket:
 @contextmanager
 def serve(app: Any, port: int = 0) -> Iterator[str]:
     """A server in a thread; its address."""
+    import uvicorn
+
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws_ping_interval=None))
     holder = bound(port)
     thread = threading.Thread(target=server.run, args=([holder],), daemon=True)

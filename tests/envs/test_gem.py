@@ -15,16 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gem_games import OFFLINE_GAMES
+from installed import needs
 
 from agile_environments.guess_number import halving_policy
-
-pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
-
-from gem_games import OFFLINE_GAMES
-
 from agile_trainers.envs import Episode, check_environment, demonstrate, make_environment_factory, play
 from agile_trainers.envs.libraries.gem import GemEnvironment, listed
 from agile_trainers.types import Message
+
+needs("gem")
 
 SLOW_TO_GENERATE = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random")
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-
-pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'agile-trainers[dev]'")
-
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from installed import needs
 from openenv_server import bound, serve
 from tenacity import AsyncRetrying
 
@@ -22,80 +18,22 @@ from agile_trainers.envs.libraries import openenv
 from agile_trainers.envs.libraries.openenv import OpenEnvEnvironment, OpenEnvError, OpenEnvUnavailableError
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 
-
-class Guess(Action):
-    text: str
-
-
-class Hint(Observation):
-    hint: str
-    success: bool = False
-
-
-TOGETHER = threading.Barrier(8)
-"""Opens when eight sessions step at once."""
-
-
-class GuessServer(Environment[Guess, Hint, State]):
-    """Guess a number of 1..9; the seed is the secret."""
-
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.secret = self.steps = 0
-
-    def reset(self, seed: int | None = None, episode_id: str | None = None, low: int = 1, **kwargs: Any) -> Hint:
-        self.secret, self.steps = (seed or 0) % 9 + 1, 0
-        return Hint(hint=f"Guess a number from {low} to 9.")
-
-    def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Hint:
-        self.steps += 1
-        if action.text == "crash":
-            raise RuntimeError("the server's own bug")
-        if action.text == "together":
-            TOGETHER.wait(timeout=20)
-        right = action.text.strip() == str(self.secret)
-        return Hint(hint="right" if right else "wrong", success=right, reward=1.0 if right else None, done=right)
-
-    @property
-    def state(self) -> State:
-        return State(step_count=self.steps)
-
-
-class Move(Action):
-    row: int
-    column: int
-
-
-class Board(Observation):
-    board: str
-
-
-class BoardServer(Environment[Move, Board, State]):
-    """Hit the one ship at (1, 2). One environment, whoever asks."""
-
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Board:
-        return Board(board="...\n...")
-
-    def step(self, action: Move, timeout_s: float | None = None, **kwargs: Any) -> Board:
-        hit = (action.row, action.column) == (1, 2)
-        return Board(board="hit" if hit else "miss", reward=float(hit), done=hit)
-
-    @property
-    def state(self) -> State:
-        return State()
+needs("openenv")
 
 
 @pytest.fixture(scope="module")
 def guess_url() -> Iterator[str]:
-    with serve(create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=16)) as url:
+    from openenv_games import guess_app
+
+    with serve(guess_app(16)) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def board_url() -> Iterator[str]:
-    with serve(create_fastapi_app(BoardServer, Move, Board)) as url:
+    from openenv_games import board_app
+
+    with serve(board_app()) as url:
         yield url
 
 
@@ -206,7 +144,9 @@ def test_many_sessions_step_at_the_same_time(guess_url: str) -> None:
 
 
 def test_a_full_server_is_waited_for() -> None:
-    with serve(create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=1)) as url:
+    from openenv_games import guess_app
+
+    with serve(guess_app(1)) as url:
         first, patient = OpenEnvEnvironment(url), OpenEnvEnvironment(url, retries=12, backoff=0.05)
         hasty = OpenEnvEnvironment(url, retries=0)
 
@@ -226,7 +166,7 @@ def test_a_full_server_is_waited_for() -> None:
 
 
 def test_a_lost_connection_costs_the_episode_and_the_next_one_reconnects() -> None:
-    app: Callable[[], Any] = lambda: create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=4)  # noqa: E731
+    from openenv_games import guess_app
 
     async def play(environment: OpenEnvEnvironment, stop: Callable[[], None], start: Callable[[], None]) -> str:
         await environment.reset(seed=0)
@@ -243,11 +183,11 @@ def test_a_lost_connection_costs_the_episode_and_the_next_one_reconnects() -> No
 
     with bound() as holder:  # nobody else takes the port while no server has it
         port = holder.getsockname()[1]
-        servers = [serve(app(), port)]
+        servers = [serve(guess_app(4), port)]
         environment = OpenEnvEnvironment(servers[0].__enter__(), observation_field="hint", retries=12, backoff=0.1)
 
         def start() -> None:
-            servers.append(serve(app(), port))
+            servers.append(serve(guess_app(4), port))
             servers[-1].__enter__()
 
         try:

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from installed import needs
 from recorded import recorded
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
+needs("reasoning_gym")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reasoning_gym_chain.py"
 

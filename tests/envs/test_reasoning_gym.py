@@ -10,9 +10,8 @@ from typing import Any
 import isolated_functions
 import numpy as np
 import pytest
+from installed import needs
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory
 from agile_trainers.envs.isolation.calls import run_isolated
@@ -24,6 +23,8 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
+
+needs("reasoning_gym")
 
 EPISODES = 4
 SLOW = ("acre", "futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock")

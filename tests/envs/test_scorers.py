@@ -12,14 +12,15 @@ from typing import Any
 
 import isolated_functions
 import pytest
-
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
+from installed import needs
 
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.isolation.calls import run_isolated
 from agile_trainers.envs.isolation.levels import NONE, OPTION, IsolationError
 from agile_trainers.envs.libraries import scorers
 from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, check_scorer, listed
+
+needs("reasoning_gym")
 
 KNOWN = scorers.EVALUATING
 REFUSED = re.compile(r"(PermissionError|OSError|FileNotFoundError|ProcessLookupError|MemoryError)\(")
@@ -90,7 +91,7 @@ def test_without_isolation_they_refuse_unless_that_is_allowed(monkeypatch: pytes
     monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._made", {})
     for name in ("reasoning_gym:n_queens", "gem:rg:n_queens"):
         if name.startswith("gem"):
-            pytest.importorskip("gem")
+            needs("gem")
         with pytest.raises(IsolationError, match=rf"{name}.*{OPTION}={NONE}"):
             make_environment_factory(name)()
     monkeypatch.setenv(OPTION, NONE)

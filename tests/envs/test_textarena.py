@@ -8,12 +8,13 @@ import re
 from typing import Any
 
 import pytest
-
-pytest.importorskip("textarena", reason="TextArena is not installed: pip install 'agile-trainers[envs]'")
+from installed import needs
 
 from agile_trainers.envs import Episode, check_environment, list_environments, make_environment_factory, play
 from agile_trainers.envs.libraries.textarena import OFFLINE_GAMES, TextArenaEnvironment, listed
 from agile_trainers.types import Message
+
+needs("textarena")
 
 ANSWERS = ("[up]", "[3]", "[1 2 3 4]", "[A C]", "[reveal 1 1]", "[hit]", "[continue]", "[red]", "[accept]", "nonsense")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from games import make_trainer
 from planted_deliveries import CAUSES, plant, suspect_every_batch
+from quick import bf16_products
 
 from agile_trainers.sampling.delivery import Delivery
 from agile_trainers.sampling.mismatch import SamplerMismatchError
@@ -25,6 +27,12 @@ WARM = {"init_lora_weights": False}
 @pytest.fixture(scope="session")
 def embedded_model(two_layers: Path) -> Path:
     return two_layers
+
+
+@pytest.fixture(autouse=True)
+def _quick_products() -> Iterator[None]:
+    with bf16_products():
+        yield
 
 
 def logs(trainer: MultiTurnTrainer) -> list[float]:
