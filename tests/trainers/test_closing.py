@@ -90,8 +90,9 @@ def test_what_a_trainer_holds(
 
 
 def test_a_closed_trainer_says_so_and_can_be_saved(embedded_model: Path, tmp_path: Path) -> None:
-    with make_trainer(embedded_model, tmp_path) as trainer:
+    with make_trainer(embedded_model, tmp_path, max_steps=1) as trainer:
         episodes = trainer.rollout()
+        trainer.update(episodes)  # the last one
     calls: list[Any] = [
         trainer.train, trainer.evaluate, lambda: trainer.predict([{"row": 1}]), trainer.rollout, trainer.start,
         lambda: trainer.update(episodes),
