@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+# DeepSpeed compiles with `ninja`, one of its dependencies, which it looks for as in an environment that is activated.
+os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
 
 
 @pytest.fixture(scope="session")
