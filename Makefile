@@ -23,7 +23,7 @@ VLLM := .venv-vllm
 AGENTS := .venv-agents
 AGILERL := .venv-agilerl
 # A test that hangs ends its worker with the stack of each thread, not the run with nothing.
-SUITE := -n 2 --dist loadfile --timeout 600 --timeout-method thread -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+SUITE := -n 3 --dist loadfile --timeout 600 --timeout-method thread -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 # With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
 GPU_WHEELS := .gpu-wheels
