@@ -1652,6 +1652,43 @@ MUTATIONS = [
         "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
     ),
     Mutation(
+        "a text for a boolean is True", "config/rules.py",
+        "    **dict.fromkeys((bool, bool | None), bool),\n", "", "tests/trainers/test_config_rules.py -k boolean",
+    ),
+    Mutation(
+        "a number is infinite", "config/rules.py",
+        "return bool(-inf < value < inf)", "return bool(-inf <= value <= inf)",
+        "tests/trainers/test_config_rules.py -k finite",
+    ),
+    Mutation(
+        "NaN is a bound", "config/rules.py",
+        "(value == inf and name in _MAY_BE_INFINITE)", "(name in _MAY_BE_INFINITE)",
+        "tests/trainers/test_config_rules.py -k finite",
+    ),
+    Mutation(
+        "a text for a boolean argument of an environment is True", "envs/base.py",
+        "if isinstance(value, str) and name in signature.parameters", "if False and name in signature.parameters",
+        "tests/envs/test_env_registry.py -k boolean",
+    ),
+    Mutation(
+        "a text for a boolean of a chat template is True", "envs/base.py",
+        'value.lower() in ("true", "false")', 'value in ("true", "false")',
+        "tests/trainers/test_bad_input.py -k would_ignore",
+    ),
+    Mutation(
+        "an adapter's pattern has a scale of NaN", "adapters/lora_settings.py",
+        "or not 0 < float(alpha) < math.inf", "or alpha == 0", "tests/trainers/test_bad_input.py -k would_ignore",
+    ),
+    Mutation(
+        "layers that the model lacks are passed over", "adapters/lora_settings.py",
+        "if number not in known:", "if False:", "tests/trainers/test_bad_input.py -k would_ignore",
+    ),
+    Mutation(
+        "a quoted no merges adapters", "cli/chain/stages.py",
+        'getattr(stage.config, "merge_lora_configs", False)', 'stage.options.get("merge_lora_configs")',
+        "tests/test_cli_chain.py -k booleans_as",
+    ),
+    Mutation(
         "an option at its default is rejected too", "config/rules.py",
         "if rule.when_set and value ==", "if False and value ==",
         "tests/trainers/test_config_rules.py -k default",

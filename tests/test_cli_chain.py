@@ -463,13 +463,25 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("lora.r", 0, "`lora`: r must be at least 1, got 0"),
         ("lora.r", 2**70, "`lora`: r must be at most 65536, got 1180591620717411303424"),
         *(
-            ("lora.lora_alpha", alpha, f"`lora`: lora_alpha must be positive and finite, got {alpha}")
+            ("lora.lora_alpha", alpha, f"`lora`: lora_alpha must be .*finite.*, got {alpha}")
             for alpha in (math.nan, math.inf, 0, -16)
         ),
+        ("lora.rank_pattern", {"q_proj": 0}, r"`lora`: rank_pattern\['q_proj'\] must be at least 1, got 0"),
+        *(
+            (
+                "lora.alpha_pattern",
+                {"q_proj": alpha},
+                rf"`lora`: alpha_pattern\['q_proj'\] must be .*finite, got {alpha!r}",
+            )
+            for alpha in (math.nan, 0, True, "16")
+        ),
+        ("lora.use_dora", "maybe", "`lora`.*use_dora.*maybe"),
+        ("stages.3.merge_lora_configs", "maybe", "'ppo-after'.*merge_lora_configs.*maybe"),
+        ("stages.0.dataset_args", {"streaming": "false"}, "'sft'.*streaming='false'.*Write false"),
         ("lora.lora_dropout", "half", "`lora`.*lora_dropout.*'half'"),
         ("lora.lora_dropout", 1.5, r"`lora`: lora_dropout must lie in \[0, 1\], got 1.5"),
         ("stages.1.per_device_train_batch_size", 0, "'dpo': per_device_train_batch_size must be at least 1, got 0"),
-        ("stages.1.learning_rate", math.nan, "'dpo': learning_rate must not be negative, got nan"),
+        ("stages.1.learning_rate", math.nan, "'dpo': learning_rate must be a finite number, got nan"),
         ("lora.layers_to_transform", [0], "`lora`.*`layers_to_transform`"),
         ("options.batch_size", 3, "`options` knows no 'batch_size'"),
         (
@@ -548,6 +560,19 @@ def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
     for name, kind in (("learning_rate", "a number"), ("dataloader_num_workers", "a whole number")):
         with pytest.raises(YAMLFileError, match=f"'sft': {name} must be {kind}, got None"):
             parse_pipeline({**pipeline, "stages": [{**pipeline["stages"][0], name: None}]})
+
+
+def test_booleans_as_texts_are_parsed(pipeline: dict) -> None:
+    pipeline["lora"] |= {"use_dora": "no", "use_rslora": "true"}
+    pipeline["stages"][2]["merge_lora_configs"] = "no"
+    pipeline["options"]["merge_lora_configs"] = "false"
+    read = parse_pipeline(pipeline)
+    assert (read.lora.use_dora, read.lora.use_rslora, read.lora.init_lora_weights) == (False, True, True)
+    assert [stage.merge_lora_configs for stage in read.stages] == [False, False, False, True]
+    assert not read.stages[2].config.merge_lora_configs
+    pipeline["stages"][2]["lora"] = {"r": 4}
+    with pytest.raises(YAMLFileError, match="merge_lora_configs: true"):
+        parse_pipeline(pipeline)
 
 
 def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -90,6 +92,52 @@ def check_repeatable(model: Any, peft_config: PeftConfig | None) -> None:
                 f"init_lora_weights={init!r} changes the base, and {reason}: a resumed run, or anyone who loads the saved "
                 "adapter, would get another policy without an error. Use init_lora_weights='pissa' or 'olora', which load "
                 "again, or save the changed base with `save_pretrained` and put a plain adapter on it."
+            )
+
+
+def check_scales(config: PeftConfig | None) -> None:
+    """Reject ranks and alphas, also those of patterns, that PEFT rejects once there is a model, or computes NaN or 0 with.
+
+    Args:
+        config: Of an adapter that is to be made; None and those of other kinds than LoRA pass.
+
+    Raises:
+        ValueError: For a rank below 1, or an alpha that is not positive and finite.
+    """
+    if not isinstance(config, LoraConfig):
+        return
+    ranks: dict[str, Any]
+    alphas: dict[str, Any]
+    ranks, alphas = (
+        {name: getattr(config, name)}
+        | {f"{pattern}[{key!r}]": one for key, one in (getattr(config, pattern) or {}).items()}
+        for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+    )
+    for name, rank in ranks.items():
+        if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
+            raise ValueError(f"{name} must be at least 1, got {rank!r}; a rank is a whole number.")
+    for name, alpha in alphas.items():
+        if not isinstance(alpha, Real) or isinstance(alpha, bool) or not 0 < float(alpha) < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {alpha!r}.")
+
+
+def check_layers(model: PeftModel) -> None:
+    """Reject numbers of layers that the model does not have; PEFT adapts the others, and says nothing.
+
+    Args:
+        model: With the adapter of the policy, as the user's configuration made it.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    chosen = getattr(model.peft_config[POLICY], "layers_to_transform", None)
+    wanted = [chosen] if isinstance(chosen, int) else chosen or []
+    known = {int(part) for name, _ in model.named_modules() for part in name.split(".") if part.isdigit()}
+    for number in wanted if known else ():
+        if number not in known:
+            raise ValueError(
+                f"layers_to_transform={chosen!r} names the layer {number!r}, and the model has none of that number: its "
+                f"layers are numbered from 0 to {max(known)}. Leave it out."
             )
 
 

@@ -6,18 +6,18 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import Dataset
 from peft import LoraConfig
 
+from agile_trainers.adapters.lora_settings import check_scales
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.config.other_names import meant
-from agile_trainers.config.rules import Rule, at_least, check_nulls, check_numbers, check_rules, in_unit_interval
+from agile_trainers.config.rules import Rule, check_kinds, check_nulls, check_rules, in_unit_interval
+from agile_trainers.envs.base import check_no_text_for_booleans
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, load_named, nearest
@@ -47,21 +47,23 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path | Non
         check_nulls(config, options)
         parser.set_defaults_with_config(**options, **folder)
         (made,) = parser.parse_args_into_dataclasses(args=[])
-        check_numbers(made)
+        check_kinds(made)
     return made
 
 
-def check_dataset(name: str, where: str) -> None:
-    """Check that a data set's file or function exists, without loading it.
+def check_dataset(name: str, arguments: Mapping[str, Any], where: str) -> None:
+    """Check that a data set's file or function exists, without loading it, and the texts among its arguments.
 
     Raises:
-        YAMLFileError: If a file or function does not exist.
+        YAMLFileError: If a file or function does not exist, or an argument such as ``streaming`` is the text of a boolean.
     """
     path = Path(name)
-    if _is_function(name):
-        with naming_place(f"{where}: dataset {name!r}"):
+    with naming_place(f"{where}: dataset {name!r}"):
+        if _is_function(name):
             load_named(name)
-    elif path.suffix.lower() in FILES and not path.is_file():
+            return
+        check_no_text_for_booleans(arguments, "its arguments")
+    if path.suffix.lower() in FILES and not path.is_file():
         raise YAMLFileError(f"{where}: there is no file {name}.")
 
 
@@ -118,19 +120,18 @@ def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
             find_algorithm(algorithm)
 
 
-@dataclass
-class _LoraNumbers:
-    """Fields of ``LoraConfig`` that are numbers; the types parse them."""
-
-    r: int = 8
-    lora_alpha: float = 8.0
-    lora_dropout: float = 0.0
-
-
+_LoraValues = dataclasses.make_dataclass(
+    "_LoraValues",
+    [
+        ("r", int, 8),
+        ("lora_alpha", float, 8.0),
+        ("lora_dropout", float, 0.0),
+        *((one.name, bool, one.default) for one in dataclasses.fields(LoraConfig) if one.type in (bool, "bool")),
+    ],
+)
+"""Fields of ``LoraConfig`` that are numbers or booleans; the types parse them."""
 _LORA_RULES = (
-    at_least(1, "r"),
     Rule(("r",), lambda _, r: r <= 2**16, "{name} must be at most 65536, got {value!r}: no weight has a higher rank."),
-    Rule(("lora_alpha",), lambda _, alpha: 0 < alpha < inf, "{name} must be positive and finite, got {value!r}."),
     in_unit_interval("lora_dropout"),
 )
 
@@ -144,12 +145,14 @@ def read_lora(raw: Any, where: str) -> LoraConfig | None:
     if raw is None:
         return None
     given = mapping(raw, LoraConfig.__dataclass_fields__, where)
-    numbers = {name: given[name] for name in given if name in _LoraNumbers.__dataclass_fields__}
-    parsed = make_config(_LoraNumbers, numbers, None, where)
-    texts = {name: getattr(parsed, name) for name, value in numbers.items() if isinstance(value, str)}
+    values = {name: value for name, value in given.items() if name in options_of(_LoraValues)}
+    parsed = make_config(_LoraValues, values, None, where)
+    texts = {name: getattr(parsed, name) for name, value in values.items() if isinstance(value, str)}
     with naming_place(where):
         check_rules(parsed, _LORA_RULES)
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **given, **texts})
+        config = LoraConfig(**{"task_type": "CAUSAL_LM", **given, **texts})
+        check_scales(config)
+        return config
 
 
 def options_of(config: type) -> set[str]:

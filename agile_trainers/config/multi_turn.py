@@ -21,8 +21,8 @@ from agile_trainers.config.rules import (
     Rule,
     check_best,
     check_environment_names,
+    check_kinds,
     check_limits,
-    check_numbers,
     check_rules,
 )
 from agile_trainers.envs.context import name_of_history
@@ -373,7 +373,7 @@ class MultiTurnConfig(GRPOConfig):
                 f"{withheld[0]}={vars(self)[withheld[0]]!r} stands for a value that does not leave the machine: to_dict() "
                 "and records hold no others. Pass the value itself, or copy a configuration with copy.copy."
             )
-        check_numbers(self)
+        check_kinds(self)
         check_rules(self, SIZES)
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.

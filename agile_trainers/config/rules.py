@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -15,6 +16,8 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
+import numpy as np
+from transformers.hf_argparser import string_to_bool
 from trl import GRPOConfig
 
 from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
@@ -68,46 +71,66 @@ def check_rules(args: Any, rules: Iterable[Rule]) -> None:
                 raise ValueError(told)
 
 
-_NUMBERS: dict[Any, type] = {int: Integral, float: Real, int | None: Integral, float | None: Real}
+_KINDS: dict[Any, type] = {
+    **dict.fromkeys((int, int | None), Integral),
+    **dict.fromkeys((float, float | None), Real),
+    **dict.fromkeys((bool, bool | None), bool),
+}
 """Annotation of an option to the kind of its values."""
+_EXPECTED = {Integral: "a whole number", Real: "a number", bool: "True or False"}
 _EXPLAINED = ("epsilon", "epsilon_high", "log_rollouts")
 """Numbers with a rule of their own for other values."""
+_MAY_BE_INFINITE = (
+    "advantage_clip_range", "delta", "drift_clip_max", "entropy_coef_max", "environment_timeout", "max_grad_norm",
+    "max_hours", "max_logprob_gap", "max_wall_seconds", "off_policy_mask_threshold", "value_clip_range",
+    "vllm_importance_sampling_clip_max", "vllm_server_timeout",
+)  # fmt: skip
+"""Upper bounds, of which infinity is none. Any other infinite number, and NaN, ends in NaN or in an error of its own."""
 
 
 @cache
-def _numeric_options(config: type) -> dict[str, Any]:
-    """Return the options that are numbers, with their annotations; those that may also be something else are left out."""
+def _checked_options(config: type) -> dict[str, Any]:
+    """Return the options that are numbers or booleans, with their annotations; not those that may be something else too."""
     hints = get_type_hints(config)
     return {
-        one.name: hints[one.name]
-        for one in fields(config)
-        if hints[one.name] in _NUMBERS and one.name not in _EXPLAINED
+        one.name: hints[one.name] for one in fields(config) if hints[one.name] in _KINDS and one.name not in _EXPLAINED
     }
 
 
-def check_numbers(args: Any) -> None:
-    """Check that every option that is a number got one, since Python compares and computes with it later.
+def check_kinds(args: Any) -> None:
+    """Check that every option that is a number or a boolean got one, since Python computes with it or tests it later.
+
+    A text is True, and so would be ``"False"``. 0, 1 and NumPy's booleans become Python's, which code compares with ``is``.
 
     Args:
         args: A configuration, as the user gave it.
 
     Raises:
-        ValueError: For the first option that got anything else; the message says how to write the number.
+        ValueError: For the first option that got anything else, or NaN, or infinity where it is no bound; the message says
+            how to write the value.
     """
-    for name, annotation in _numeric_options(args.__class__).items():
-        value, kind = getattr(args, name), _NUMBERS[annotation]
+    for name, annotation in _checked_options(args.__class__).items():
+        value, kind = getattr(args, name), _KINDS[annotation]
         given = value is not default_of(args.__dataclass_fields__[name])
-        if not given or (value is None and annotation not in (int, float)):
+        if not given or (value is None and annotation not in (int, float, bool)):
+            continue
+        if kind is bool and isinstance(value, (Integral, np.bool_)) and value in (0, 1):
+            if not isinstance(value, bool):
+                setattr(args, name, bool(value))
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
-            whole = kind is Integral
-            raise ValueError(
-                f"{name} must be {'a whole number' if whole else 'a number'}, got {value!r}.{_written(name, value, whole)}"
-            )
+            raise ValueError(f"{name} must be {_EXPECTED[kind]}, got {value!r}.{_written(name, value, kind)}")
+        if kind is Real and not _is_finite(value) and not (value == inf and name in _MAY_BE_INFINITE):
+            bound = " or inf" if name in _MAY_BE_INFINITE else ""
+            raise ValueError(f"{name} must be a finite number{bound}, got {value!r}.")
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(-inf < value < inf)  # also of whole numbers that no float holds
 
 
 def check_nulls(config: type, options: Mapping[str, Any]) -> None:
-    """Check that no option that is a number is None, before a configuration's construction computes with it.
+    """Check that no option that is a number or a boolean is None, before a configuration's construction computes with it.
 
     Args:
         config: Its class.
@@ -116,9 +139,9 @@ def check_nulls(config: type, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: For the first option that is.
     """
-    for name, annotation in _numeric_options(config).items():
-        if annotation in (int, float) and name in options and options[name] is None:
-            raise ValueError(f"{name} must be {'a whole number' if annotation is int else 'a number'}, got None.")
+    for name, annotation in _checked_options(config).items():
+        if annotation in (int, float, bool) and name in options and options[name] is None:
+            raise ValueError(f"{name} must be {_EXPECTED[_KINDS[annotation]]}, got None.")
 
 
 def check_best(args: Any) -> None:
@@ -135,13 +158,16 @@ def check_best(args: Any) -> None:
         )
 
 
-def _written(name: str, value: Any, whole: bool) -> str:
-    """Return how the number is written that a text or a fraction stands for."""
+def _written(name: str, value: Any, kind: type) -> str:
+    """Return how the value is written that a text or a fraction stands for."""
     try:
+        if kind is bool:
+            return f" Write {name}={string_to_bool(value)}."
         number = float(value)
         exact = number == int(number)
-    except (TypeError, ValueError, OverflowError):
+    except (ArgumentTypeError, AttributeError, TypeError, ValueError, OverflowError):
         return ""
+    whole = kind is Integral
     if isinstance(value, bool) or (whole and not exact):
         return ""
     return f" Write {name}={int(number) if whole else number}."
@@ -154,9 +180,9 @@ def check_values(args: Any) -> None:
         args: A ``MultiTurnConfig``.
 
     Raises:
-        ValueError: For the first value that is no number where one is expected, or breaks a rule.
+        ValueError: For the first value that is no number or boolean where one is expected, or breaks a rule.
     """
-    check_numbers(args)
+    check_kinds(args)
     check_rules(args, (*SIZES, *VALUES, *args.value_rules))
 
 
@@ -196,7 +222,7 @@ def in_unit_interval(*options: str) -> Rule:
 
 
 def _number(options: tuple[str, ...], expected: str, holds: Callable[[Any], bool]) -> Rule:
-    # `check_numbers` comes first: there are numbers only, and None where it is allowed.
+    # `check_kinds` comes first: there are numbers only, and None where it is allowed.
     return Rule(options, lambda _, value: value is None or holds(value), f"{{name}} must {expected}, got {{value!r}}.")
 
 
@@ -319,9 +345,22 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon",), lambda _, value: _is_real(value), _explain_bound),
     Rule(("epsilon_high",), lambda _, value: value is None or _is_real(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
+    Rule(
+        ("reward_weights",),
+        lambda _, value: (
+            value is None or (isinstance(value, Iterable) and all(_is_real(one) and _is_finite(one) for one in value))
+        ),
+        "{name} must be a list of finite numbers, one for each reward function, got {value!r}.",
+    ),
+    Rule(
+        ("adam_beta1", "adam_beta2"),
+        lambda _, value: 0 <= value < 1,
+        "{name} must be at least 0 and less than 1, got {value!r}.",
+    ),
     positive("drift_clip_max"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
+    at_least(0, "adam_epsilon"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "ref_model_sync_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),

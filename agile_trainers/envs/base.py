@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,12 +81,40 @@ def bound(environment: Any, method: str, *arguments: Any) -> Callable[[], Any]:
 def call_error(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> TypeError | None:
     """Return why a function cannot be called with these arguments; None if it can, or has no signature to tell by."""
     try:
-        inspect.signature(function).bind(*arguments, **named)
+        signature = inspect.signature(function)
+        signature.bind(*arguments, **named)
     except TypeError as error:
         return error
     except ValueError:  # some callables written in C have no signature
         return None
+    for name, value in named.items():
+        if isinstance(value, str) and name in signature.parameters and _is_boolean(signature.parameters[name]):
+            return TypeError(f"{name} must be true or false, got a text, which counts as true")
     return None
+
+
+def _is_boolean(parameter: inspect.Parameter) -> bool:
+    kind = parameter.annotation
+    written = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    return written.removeprefix("typing.") in ("bool", "bool | None", "Optional[bool]")
+
+
+def check_no_text_for_booleans(arguments: Mapping[str, Any], where: str) -> None:
+    """Check that no argument of another library is a text that spells a boolean, since any text counts as true there.
+
+    Args:
+        arguments: Name to value.
+        where: What they are arguments of, for the error.
+
+    Raises:
+        ValueError: For the first one that is.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise ValueError(
+                f"{where}: {name}={value!r} is a text, which counts as true. Write {value.lower()} without quotation marks, "
+                f"in Python {value.capitalize()}."
+            )
 
 
 def reads_rows(reset: Callable[..., Any]) -> bool:

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from agile_trainers.envs.agent import Agent, CommandAgent
-from agile_trainers.envs.base import EnvironmentFactory, call_error
+from agile_trainers.envs.base import EnvironmentFactory, call_error, check_no_text_for_booleans
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest
 from agile_trainers.records.plain import stable_json
@@ -201,6 +201,7 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     if source in LIBRARIES:
         if not LIBRARIES[source].knows(name):
             raise _unknown(environment)
+        check_no_text_for_booleans(kwargs, environment)
         try:
             return LIBRARIES[source].adapter.make_factory(name, **kwargs)
         except TypeError as error:

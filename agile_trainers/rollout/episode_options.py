@@ -10,7 +10,7 @@ from typing import Any
 from transformers import ProcessorMixin
 from transformers.utils import logging
 
-from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.base import EnvironmentFactory, check_no_text_for_booleans
 from agile_trainers.envs.checker import LONG_OBSERVATION
 from agile_trainers.envs.context import History, Summary, as_history
 from agile_trainers.rollout.chat.pictures import Pictures
@@ -41,8 +41,8 @@ class EpisodeOptions:
     """Options of the episodes. Every field has the name, default and meaning that it has in the trainers' configuration.
 
     Raises:
-        ValueError: If a limit is no whole number of at least 1, ``environment_limits`` has another one, or ``on_rewrite`` or
-            ``history`` is unknown.
+        ValueError: If a limit is no whole number of at least 1, ``environment_limits`` has another one, ``on_rewrite`` or
+            ``history`` is unknown, or an argument of the template is the text of a boolean.
     """
 
     max_turns: int = 8
@@ -68,6 +68,7 @@ class EpisodeOptions:
             _check_limits(_mapping(where, own), f"{where}: ")
         if self.on_rewrite not in ("fork", "refuse"):
             raise ValueError(f"on_rewrite={self.on_rewrite!r}: expected 'fork' or 'refuse'.")
+        check_no_text_for_booleans(self.chat_template_kwargs or {}, "chat_template_kwargs")
         self.histories(())
 
     def histories(self, names: Iterable[str | None]) -> dict[str | None, History]:

@@ -26,7 +26,7 @@ from trl.models import get_act_offloading_ctx_manager
 from agile_trainers.adapters.copies import Snapshots
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import SavedAdapters
-from agile_trainers.adapters.lora_settings import check_repeatable, within_scope
+from agile_trainers.adapters.lora_settings import check_layers, check_repeatable, check_scales, within_scope
 from agile_trainers.adapters.roles import base_model
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
 from agile_trainers.checkpoints.stopping import GracefulStop
@@ -179,6 +179,7 @@ def prepare_run(kind: type[Any], environment: Any, given: Mapping[str, Any]) -> 
     args = args.with_environment(environments)
     check_machine(args)
     check_repeatable(model, peft_config)
+    check_scales(peft_config)
     factories = environment_factories(environment)
 
     rewarded = reward_funcs is not None and reward_funcs != []
@@ -313,6 +314,8 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
             "inference_mode=True, a saved adapter by its folder (model='...') or loaded with is_trainable=True, or a model "
             "whose parameters have requires_grad=True."
         )
+    if setup.arguments["peft_config"] is not None:
+        check_layers(policy)
     prepare_policy(policy, seam.tokenizer, auxiliary_loss=trainer.aux_loss_enabled)
     if trainer.aux_loss_enabled:
         own_loss = None if trainer.loss is None else type(trainer).__name__

@@ -72,6 +72,27 @@ def test_factories_pass_through_and_take_arguments() -> None:
     assert made.size == 5
 
 
+class OfBooleans(NeedsSize):
+    def __init__(self, old: bool = False, other: bool | None = None, shown: bool | str = "auto"):
+        super().__init__(3)
+
+
+@pytest.mark.parametrize("name", ["old", "other"])
+def test_a_text_for_a_boolean_argument_is_refused(name: str) -> None:
+    for make in (OfBooleans, f"{__name__}:OfBooleans"):
+        with pytest.raises(ValueError, match=f"the arguments {name}: {name} must be true or false, got a text"):
+            make_environment_factory(make, **{name: "false"})
+        make_environment_factory(make, **{name: False, "shown": "no"})
+    with pytest.raises(ValueError, match="streaming must be true or false"):
+        make_environment_factory("agile:math", dataset="rows.jsonl", streaming="no")
+
+
+def test_a_text_for_a_boolean_of_a_library_is_refused() -> None:
+    needs("gymnasium")
+    with pytest.raises(ValueError, match=r"gymnasium:FrozenLake-v1: is_slippery='false'.*Write false without"):
+        make_environment_factory("gymnasium:FrozenLake-v1", is_slippery="false")
+
+
 def test_each_call_makes_a_new_instance() -> None:
     factory = make_environment_factory("agile:guess_number", high=3)
     assert factory() is not factory()

@@ -95,6 +95,14 @@ def test_values_out_of_range(tmp_path, changes, also):
         ({"delta": 4.0, "loss_type": "sapo"}, ["delta=4.0", "loss_type='sapo'"]),
         ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos=2.0", "loss_type='dapo'"]),
         ({"vespo_k_pos": 1.0}, ["vespo_k_pos=1.0", "loss_type='dapo'"]),
+        ({"chat_template_kwargs": {"enable_thinking": "False"}}, ["chat_template_kwargs", "enable_thinking='False'"]),
+        (
+            {"lora": {"target_modules": ["q_proj"], "layers_to_transform": [0, 99]}},
+            ["layers_to_transform=[0, 99]", "99"],
+        ),
+        ({"lora": {"target_modules": ["q_proj"], "layers_to_transform": [-1, 0]}}, ["layers_to_transform=[-1, 0]"]),
+        ({"lora": {"alpha_pattern": {"q_proj": float("nan")}}}, ["alpha_pattern['q_proj']", "nan", "finite"]),
+        ({"lora": {"rank_pattern": {"q_proj": 0}}}, ["rank_pattern['q_proj']", "at least 1", "0"]),
     ],
 )
 def test_what_an_environment_would_ignore_or_cannot_do(embedded_model, tmp_path, changes, names):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 from errors import naming
+from trl import DPOConfig, SFTConfig
 
+from agile_trainers.cli.run_files import make_config
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import (
     EPISODES,
@@ -17,6 +22,7 @@ from agile_trainers.config.rules import (
     Rule,
     acts_with,
     at_least,
+    check_kinds,
     check_rules,
     check_values,
     in_unit_interval,
@@ -25,6 +31,7 @@ from agile_trainers.config.rules import (
 )
 from agile_trainers.trainers import (
     MultiTurnCISPOConfig,
+    MultiTurnDistillationConfig,
     MultiTurnGRPOConfig,
     MultiTurnGSPOConfig,
     MultiTurnPPOConfig,
@@ -89,6 +96,90 @@ def test_what_is_no_number_is_refused_before_its_range_is_looked_at(tmp_path: Pa
     for name in ("epsilon_high", "delta", "learning_rate"):
         vars(args)[name] = None
     check_values(args)
+
+
+def kinds_of(config: type) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(config).items() if name in config.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, MultiTurnDistillationConfig, SFTConfig, DPOConfig])
+def test_a_text_or_none_for_a_boolean_is_refused(tmp_path: Path, config: type) -> None:
+    args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    booleans = {name: kind for name, kind in kinds_of(config).items() if kind in (bool, bool | None)}
+    assert {"bf16", "save_only_model"} <= booleans.keys()
+    for name, kind in booleans.items():
+        before = getattr(args, name)
+        for text, meant in (("False", "False"), ("no", "False"), ("true", "True"), ("1", "True")):
+            vars(args)[name] = text
+            with pytest.raises(ValueError, match=naming({name: text}, "True or False", f"Write {name}={meant}")):
+                check_kinds(args)
+        for value in ("maybe", 2, [False], *([None] if kind is bool else [])):
+            vars(args)[name] = value
+            with pytest.raises(ValueError, match=naming({name: value}, "True or False")):
+                check_kinds(args)
+        for value in (0, 1, np.False_, np.True_):
+            vars(args)[name] = value
+            check_kinds(args)
+            assert getattr(args, name) is bool(value)
+        vars(args)[name] = before
+    check_kinds(args)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_booleans_of_construction_and_of_files(tmp_path: Path, config: type[MultiTurnConfig]) -> None:
+    with pytest.raises(ValueError, match=naming({"mask_truncated_completions": "no"}, "False")):
+        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, mask_truncated_completions="no")
+    written = {"mask_truncated_completions": "no", "use_cpu": "true", "bf16": False, "skip_zero_advantage": "auto"}
+    made = make_config(config, written, tmp_path, "file")
+    assert (made.mask_truncated_completions, made.use_cpu, made.skip_zero_advantage) == (False, True, "auto")
+    with pytest.raises(ValueError, match=r"mask_truncated_completions must be True or False, got None"):
+        make_config(config, written | {"mask_truncated_completions": None}, tmp_path, "file")
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, MultiTurnDistillationConfig, SFTConfig, DPOConfig])
+def test_a_number_is_finite_but_for_bounds(tmp_path: Path, config: type) -> None:
+    # Without these bounds nothing is cut, or waited for without end; anything else that is infinite ends in NaN.
+    bounds = {
+        "advantage_clip_range", "delta", "drift_clip_max", "entropy_coef_max", "environment_timeout", "max_grad_norm",
+        "max_logprob_gap", "max_wall_seconds", "off_policy_mask_threshold", "value_clip_range",
+        "vllm_importance_sampling_clip_max", "vllm_server_timeout",
+    }  # fmt: skip
+    args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    numbers = [name for name, kind in kinds_of(config).items() if kind in (float, float | None)]
+    assert {"learning_rate", "max_grad_norm", "num_train_epochs"} <= set(numbers)
+    for name in numbers:
+        before = getattr(args, name)
+        for value in (math.nan, -math.inf, math.inf, np.float32("nan")):
+            vars(args)[name] = value
+            if name in ("epsilon", "epsilon_high"):
+                continue  # they have rules of their own
+            if value == math.inf and name in bounds:
+                check_kinds(args)
+                continue
+            with pytest.raises(ValueError, match=naming(name, "finite")):
+                check_kinds(args)
+        vars(args)[name] = before
+    check_kinds(args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": math.inf}, {"entropy_coef": math.nan}, {"zero_advantage_eps": math.inf}, {"epsilon": math.nan},
+        {"epsilon_high": math.nan}, {"reward_weights": [math.nan]}, {"reward_weights": ["1"]}, {"reward_weights": 1.0},
+        {"adam_beta1": 1.5}, {"adam_beta2": 1}, {"adam_epsilon": -1e-8},
+    ],
+)  # fmt: skip
+def test_numbers_that_fail_in_training_alone_are_refused(tmp_path: Path, options) -> None:
+    with pytest.raises(ValueError, match=naming(*options)):
+        MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_no_bound_at_all_may_be_written_as_infinity(tmp_path: Path) -> None:
+    given = dict.fromkeys(("epsilon_high", "delta", "max_grad_norm", "drift_clip_max"), math.inf)
+    MultiTurnGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, reward_weights=(1, np.float32(0.5)), **given
+    )
 
 
 def test_an_option_at_its_default_needs_nothing(tmp_path: Path):

@@ -120,7 +120,7 @@ def test_a_wrong_argument(mistake: str, embedded_model: Path, tmp_path: Path) ->
     [
         ({"learning_rate": "1e-3"}, ["'1e-3'", "a number", "learning_rate=0.001"]),
         ({"learning_rate": -1.0}, ["-1.0", "negative"]),
-        ({"learning_rate": math.nan}, ["nan", "negative"]),
+        ({"learning_rate": math.nan}, ["nan", "finite"]),
         ({"max_steps": "10"}, ["'10'", "a whole number", "max_steps=10"]),
         ({"max_steps": 10.0}, ["10.0", "max_steps=10"]),
         ({"max_turns": 2.5}, ["2.5", "a whole number"]),

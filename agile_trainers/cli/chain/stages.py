@@ -51,6 +51,13 @@ class _OfAllStages:
     max_wall_seconds: float | None = None
 
 
+@dataclass
+class _Merging:
+    """The key of a stage that is true or false."""
+
+    merge_lora_configs: bool = False
+
+
 STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 EVOLVE = "evolve"
 """Key of a stage that is a population."""
@@ -204,14 +211,16 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     mapping(raw, {*STAGE_KEYS, *known}, where)
     options = {key: value for key, value in shared.items() if key in known}
     options |= {key: value for key, value in raw.items() if key not in STAGE_KEYS}
-    if raw.get("merge_lora_configs") and "merge_lora_configs" in known:
+    given = {"merge_lora_configs": raw["merge_lora_configs"]} if "merge_lora_configs" in raw else {}
+    merges = make_config(_Merging, given, None, where).merge_lora_configs
+    if merges and "merge_lora_configs" in known:
         options["merge_lora_configs"] = True
     dataset = raw.get("dataset")
     arguments = mapping(raw.get("dataset_args"), None, f"{where}, `dataset_args`")
     if algorithm in SUPERVISED and dataset is None:
         raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
     if dataset is not None:
-        check_dataset(str(dataset), where)
+        check_dataset(str(dataset), arguments, where)
     made = make_config(config, {key: options[key] for key in options if key in own}, output / name, where)
     with naming_place(where):
         if algorithm in SUPERVISED:
@@ -222,7 +231,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
             made.with_environment(environments)
     if dataset is None and made.max_steps <= 0:
         raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
-    lora, merges = read_lora(raw.get("lora"), f"{where}, `lora`"), bool(raw.get("merge_lora_configs"))
+    lora = read_lora(raw.get("lora"), f"{where}, `lora`")
     return Stage(name, algorithm, options, made, dataset, arguments, lora, merges)
 
 
@@ -234,7 +243,9 @@ def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
     """
     before: LoraConfig | None = None
     for stage in stages:
-        merges = stage.lora is not None and (stage.merge_lora_configs or stage.options.get("merge_lora_configs"))
+        merges = stage.lora is not None and (
+            stage.merge_lora_configs or getattr(stage.config, "merge_lora_configs", False)
+        )
         if before is not None and stage.lora is not None and not merges and stage.lora.to_dict() != before.to_dict():
             raise YAMLFileError(
                 f"stage {stage.name!r}: `lora` differs from that of the adapter that is there before it. Remove it, or set "

@@ -165,7 +165,7 @@ def read_plan(
         data[name] = str(content[name]) if content.get(name) else None
         data[f"{name}_args"] = mapping(content.get(f"{name}_args"), None, f"{where}, `{name}_args`")
         if data[name] is not None:
-            check_dataset(data[name], where)
+            check_dataset(data[name], data[f"{name}_args"], where)
         elif data[f"{name}_args"]:
             raise YAMLFileError(f"{where}: `{name}_args` has no effect without `{name}`.")
     given = {name: content[name] for name in ("members", "max_episodes", "max_hours", "seed") if name in content}
