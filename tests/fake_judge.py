@@ -134,6 +134,7 @@ def serving(fake: FakeJudge) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # a body would wait 40 ms for an answer to its headers
 
         def do_POST(self) -> None:
             fake.handle(self)

@@ -6,6 +6,7 @@ import subprocess
 from typing import Any
 
 import psutil
+from processes import all_end
 
 
 def run(command: list[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -24,7 +25,7 @@ def run(command: list[str], *, timeout: float, **options: Any) -> subprocess.Com
             below = psutil.Process(process.pid).children(recursive=True)
             for one in (process, *below):
                 one.kill()
-            psutil.wait_procs(below)
+            all_end(one.pid for one in below)
             output, errors = process.communicate()
             if isinstance(stop, subprocess.TimeoutExpired):
                 raise subprocess.TimeoutExpired(command, timeout, output, errors) from stop

@@ -4272,8 +4272,17 @@ MUTATIONS = [
         "if len(server.connections) < most:", "if True:", f"{SERVER} -k leave_files",
     ),
     Mutation(
+        "an environment that Ctrl-C ends is waited for and left open", "rollout/environment_pool.py",
+        "            if inline:\n                self._end(call)\n", "", "tests/rollout/test_stepping.py -k ctrl_c",
+    ),
+    Mutation(
         "an isolated program holds any number of connections", "envs/isolation/process_tree.py",
         "while room.acquire():", "while True:", "tests/envs/test_agent_isolation.py -k few_connections",
+    ),
+    Mutation(
+        "each request of an isolated program waits for 40 ms", "envs/isolation/process_tree.py",
+        "for one in (client, endpoint):  # else", "for one in (endpoint,):  # else",
+        "tests/envs/test_agent_isolation.py -k in_parts",
     ),
     Mutation(
         "a client that hangs up cancels the answer", "rollout/agents/server.py",

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -25,6 +24,8 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 from launching import run
+from processes import runs
+from time_limits import at_the_first_limit
 
 from agile_trainers.imports import matplotlib_apart
 
@@ -139,7 +140,10 @@ def test_an_example_passes_arguments_that_exist_and_reads_its_options(path):
 def test_a_test_that_times_out_ends_what_it_launched(tmp_path):
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
-    with pytest.raises(subprocess.TimeoutExpired) as stop:
-        run([sys.executable, "-c", launcher], timeout=2)
-    printed = stop.value.output
-    assert not printed or not psutil.pid_exists(int(printed))
+
+    def printed(limit: float) -> str | None:
+        with pytest.raises(subprocess.TimeoutExpired) as stop:
+            run([sys.executable, "-c", launcher], timeout=limit)
+        return stop.value.output or None
+
+    assert not runs(int(at_the_first_limit(printed)))

@@ -456,6 +456,10 @@ class EnvironmentPool:
         self._inline = call if inline else None
         try:
             call.cancel = self._launch(call.function, report)
+        except BaseException:  # an interrupt: an inline call has ended, and will not answer
+            if inline:
+                self._end(call)
+            raise
         finally:
             self._inline = None
 

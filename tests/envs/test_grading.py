@@ -110,11 +110,12 @@ def test_scans_are_linear() -> None:
 
 @needs_math_verify
 def test_an_answer_that_would_take_for_ever_scores_0_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_SECONDS", 0.5)
+    monkeypatch.setattr(answers, "_SECONDS", 0.1)
     scores: list[float] = []
 
     def score() -> None:
         scores.append(math_match("\\boxed{9^{9^9}}", "42"))
+        monkeypatch.setattr(answers, "_SECONDS", 60.0)
         scores.append(math_match("\\boxed{6 \\times 7}", "42"))
 
     thread = threading.Thread(target=score)

@@ -70,7 +70,7 @@ def test_nothing_gets_through_the_nine_scorers(level: str, tmp_path: Path, monke
 def test_an_answer_without_end_is_ended_and_scores_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = question("simple_integration")
     assert score("simple_integration", row["answer"], row) == 1.0
-    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 0.5)
+    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 0.1)
     assert score("simple_integration", "9**9**9**9", row) == 0.0
     monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 60.0)
     assert score("simple_integration", row["answer"], row) == 1.0

@@ -331,11 +331,15 @@ GROUP = BaseExceptionGroup("several", [ValueError(), BaseExceptionGroup("inner",
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), GROUP], ids=["alone", "in a group"])
 @pytest.mark.parametrize("where", ["start", "answers"])
 def test_ctrl_c_during_an_inline_call_ends_the_rollout(interrupt: BaseException, where: str) -> None:
-    engine = make_engine()
+    """The instance that it ends is closed with the others; the pool waited for its answer, and closed without it."""
+    factory = Factory()
+    engine = make_engine(factory)
     bad: Script = {"start": interrupt} if where == "start" else {"answers": [interrupt]}
     with pytest.raises(type(interrupt)):
         run(engine, TWO_TURNS, bad, TWO_TURNS)
     assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+    engine.pool.close()
+    assert {environment.closed for environment in factory.made} == {1}
 
 
 @pytest.mark.parametrize("kind, workers", [(Scripted, 2), (AsyncScripted, 0)])

@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
         self.loads = 0
         self.refuses, self.meanwhile = False, threading.Event()
         self.meanwhile.set()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def end(self) -> None:
         self.shutdown()

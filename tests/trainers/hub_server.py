@@ -47,6 +47,7 @@ class Hub(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait 40 ms for an answer to its headers
 
     def do_POST(self) -> None:
         path, body = self._path(), self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -179,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 def running_hub() -> Iterator[Hub]:
     """A server on a free port, as long as the ``with`` block lasts."""
     hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import all_end
 
 from agile_trainers.sampling.started_server import StartedServer
 
@@ -47,12 +48,6 @@ def below(server: StartedServer) -> list[int]:
     return [keeper.pid, *(one.pid for one in keeper.children(recursive=True))]
 
 
-def ended(ids: list[int]) -> bool:
-    processes = [psutil.Process(one) for one in ids if psutil.pid_exists(one)]
-    _, left = psutil.wait_procs(processes, timeout=60)
-    return all(one.status() == psutil.STATUS_ZOMBIE for one in left if one.is_running())
-
-
 def test_it_ends_with_its_process(tmp_path: Path) -> None:
     """Also while a fork of that process holds what the process held."""
     read, write = os.pipe()
@@ -76,7 +71,7 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
         assert not gone
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
-        assert ended(ids) and (tmp_path / "left").exists(), "it can remove what it has made"
+        assert all_end(ids) and (tmp_path / "left").exists(), "it can remove what it has made"
         assert psutil.pid_exists(fork)
     finally:
         os.kill(fork, signal.SIGKILL)
@@ -92,7 +87,7 @@ def test_it_ends_when_it_is_closed_or_deleted(tmp_path: Path) -> None:
             server.close()
         del server
         gc.collect()
-        assert ended(ids)
+        assert all_end(ids)
         (tmp_path / "left").unlink()
 
 

@@ -120,7 +120,7 @@ def test_connections_that_say_nothing_or_nonsense_end(monkeypatch: pytest.Monkey
     """Each without a traceback: a browser that leaves, an address that is none, and one that waits for ever."""
     monkeypatch.setattr(_Handler, "timeout", 0.2)
     server = Server(LiveRuns(list))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     for sent in (b"", b"GET http://[ HTTP/1.0\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:

@@ -375,7 +375,7 @@ def test_a_failure_leaves_the_file_that_was_there(run: Path, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
     with Server(LiveRuns(lambda: open_records(run))) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()
 
