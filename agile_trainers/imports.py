@@ -1,15 +1,20 @@
-"""Finds what the user names (``module.path:Name``, a folder), and keeps imported code from side effects on the program."""
+"""Finds what the user names (``module.path:Name``, a folder), keeps imported code from side effects on the program, and the
+user's code from errors of outputs that nothing reads any more."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import io
 import os
+import select
+import stat
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,3 +169,86 @@ def matplotlib_apart() -> Iterator[None]:
                 importlib.import_module("matplotlib.font_manager")
         finally:
             os.environ.pop("MPLCONFIGDIR", None)
+
+
+class _OutlivingWrite:
+    """Writes to a file as it does itself, and leads it to nowhere once nothing reads it.
+
+    Args:
+        file: Below standard output or standard error.
+    """
+
+    lost = False
+    """True once nothing reads the file."""
+
+    def __init__(self, file: io.FileIO):
+        self._file = file
+
+    def __call__(self, data: Any) -> int | None:
+        try:
+            return io.FileIO.write(self._file, data)
+        except OSError as error:
+            gone = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self._file.fileno()).st_mode)  # the terminal
+            if not gone and not isinstance(error, ConnectionError):
+                raise
+        self._lose()
+        return len(data)
+
+    def look(self) -> None:
+        """Find out whether something reads the file, without writing to it."""
+        if not self.lost:
+            output = select.poll()
+            output.register(self._file, 0)
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
+                self._lose()
+
+    def _lose(self) -> None:
+        self.lost = True
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
+
+
+def _files_of_outputs() -> dict[str, io.FileIO]:
+    """Return the files below standard output and standard error, if they are of Python's own kind."""
+    found = dict[str, io.FileIO]()
+    for name in ("stdout", "stderr"):
+        with suppress(AttributeError, OSError, ValueError):  # it is closed, or no file
+            buffer = getattr(sys, name).buffer
+            file = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer
+            if type(file) is io.FileIO and not file.closed:
+                found[name] = file
+    return found
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Lead standard output and standard error to nowhere once nothing reads them any more (``| head``, a lost connection).
+
+    Whatever prints inside the block goes on, in forks of the process too: an environment would fail, and the next row of a
+    table would end training before the checkpoint of the stop.
+    """
+    made = [file for file in _files_of_outputs().values() if "write" not in vars(file)]
+    for file in made:
+        vars(file)["write"] = _OutlivingWrite(file)  # its buffer finds it here
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr) if made else ():
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        is_unread()
+        for file in made:
+            vars(file).pop("write", None)
+
+
+def is_unread() -> bool:
+    """Look at the outputs that a block of :func:`outliving_readers` watches, also for programs that write to them.
+
+    Returns:
+        Whether nothing reads standard output any more.
+    """
+    writes = {name: vars(file).get("write") for name, file in _files_of_outputs().items()}
+    for write in writes.values():
+        if isinstance(write, _OutlivingWrite):
+            write.look()
+    return getattr(writes.get("stdout"), "lost", False)

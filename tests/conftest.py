@@ -93,6 +93,14 @@ def _as_it_was() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
+@pytest.fixture
+def hears_hangups() -> Iterator[None]:
+    """SIGHUP ends this process, also if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Clock:
     """Stands still until something hangs: no machine is so slow that anything else takes longer than it may."""
 

@@ -3283,7 +3283,7 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
-        "raise SystemExit(TERMINATED) from error", "return", "tests/trainers/test_stopping.py -k saves",
+        "raise SystemExit(128 + self._requested) from error", "return", "tests/trainers/test_stopping.py -k its_code",
     ),
     Mutation(
         "a lost result of a round is made of later weights", "populations/population.py",
@@ -3312,9 +3312,40 @@ MUTATIONS = [
         'still = abs(history.errors("success")) <= ERRORS', "still = True", "tests/evaluation/test_diagnosis.py",
     ),
     Mutation(
-        "a closed pipe ends training before the checkpoint of a stop", "checkpoints/stopping.py",
-        "                        os.dup2(nowhere.fileno(), number)\n", "                        pass\n",
+        "a closed pipe ends training before the checkpoint of a stop", "imports.py",
+        "        vars(file)[\"write\"] = _OutlivingWrite(file)", "        pass",
         "tests/trainers/test_stopping.py -k nothing_reads",
+    ),
+    Mutation(
+        "a terminal that is gone fails environments that print", "imports.py",
+        "gone = error.errno == errno.EIO and", "gone = False and", "tests/test_cli_errors.py -k outlives_its_reader",
+    ),
+    Mutation(
+        "a lost output fails the environments in processes", "rollout/process_environment.py",
+        "    with outliving_readers():\n", "    with suppress():\n", "tests/rollout/test_processes.py -k nothing_reads",
+    ),
+    Mutation(
+        "a lost output fails programs of environments in processes", "rollout/process_environment.py",
+        "        is_unread()  # the trainer's, which it may have lost\n", "",
+        "tests/rollout/test_processes.py -k nothing_reads",
+    ),
+    Mutation(
+        "a lost output fails programs of environments", "rollout/environment_pool.py",
+        "        is_unread()  # programs that it starts do not write to an output that is lost\n", "",
+        "tests/rollout/test_processes.py -k that_is_lost",
+    ),
+    Mutation(
+        "a command whose output was lost says that it is done", "cli/errors.py",
+        "return _UNREAD if is_unread() else status", "return status", "tests/test_cli_errors.py -k outlives_its_reader",
+    ),
+    Mutation(
+        "a closed terminal ends a run without a checkpoint", "checkpoints/stopping.py",
+        "_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "_SIGNALS = (signal.SIGINT, signal.SIGTERM)",
+        "tests/trainers/test_stopping.py -k its_code",
+    ),
+    Mutation(
+        "a run under nohup ends with its terminal", "checkpoints/stopping.py",
+        "if before[signal.SIGHUP] == signal.SIG_IGN:", "if False:", "tests/test_cli_errors.py -k nohup",
     ),
     Mutation(
         "SIGTERM of a game ends as a person who leaves", "cli/play.py",
@@ -3322,7 +3353,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run goes on although nothing reads its output", "checkpoints/stopping.py",
-        "self._requested or (signal.SIGPIPE if self._unread else 0)", "self._requested or 0",
+        "self._requested or (signal.SIGPIPE if is_unread() else 0)", "self._requested or 0",
         "tests/trainers/test_stopping.py -k nothing_reads",
     ),
     Mutation(
@@ -3333,13 +3364,8 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGTERM with an error after it is told as an exit of the user's code", "cli/errors.py",
-        "not Progress.training or leaving.code in (_TERMINATED, _PIPE)", "not Progress.training",
+        "not Progress.training or leaving.code in (_UNREAD, *(128 + number for number in _ENDING))", "not Progress.training",
         "tests/test_cli_errors.py -k sigterm",
-    ),
-    Mutation(
-        "a broken pipe of the user's code is told as the output's", "cli/errors.py",
-        'if place.name == "on_broken_pipe":', "if isinstance(leaving.__context__, BrokenPipeError):",
-        "tests/test_cli_errors.py -k beside_a_pipe",
     ),
     Mutation(
         "an error at the end of updates hides the signal before it", "trainers/manual_loop.py",

@@ -11,18 +11,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import fields
+from io import FileIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import forks
 import pytest
+from accelerate import Accelerator
 from installed import skip_without_libraries
 from rich.console import Console
 from trl import GRPOConfig
 
-from agile_trainers.checkpoints.stopping import TERMINATED
+from agile_trainers.checkpoints.stopping import TERMINATED, GracefulStop
 from agile_trainers.cli import train
 from agile_trainers.cli.errors import Progress, guard, is_mistake, message, take_debug
 from agile_trainers.cli.main import main
@@ -296,13 +297,17 @@ class Collected:
 
 @pytest.mark.parametrize(
     ("number", "status", "said"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, r"terminated \(SIGTERM\)")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, r"terminated \(SIGTERM\)"),
+        (signal.SIGHUP, 129, r"hung up \(SIGHUP\)"),
+    ],
 )
 @pytest.mark.parametrize("collected", [True, False])
 def test_a_signal_ends_a_command_wherever_it_falls(
-    number: int, status: int, said: str, collected: bool, capsys: pytest.CaptureFixture[str]
+    number: int, status: int, said: str, collected: bool, capsys: pytest.CaptureFixture[str], hears_hangups: None
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.unraisablehook
 
     def run() -> None:
         if collected:
@@ -315,7 +320,18 @@ def test_a_signal_ends_a_command_wherever_it_falls(
 
     assert guard("chain", run, debug=False) == status
     assert re.fullmatch(rf"\nagile-trainers: {said}, running the same again goes on\n", capsys.readouterr().err)
-    assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.unraisablehook) == before
+
+
+def test_a_command_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert guard("eval", lambda: signal.raise_signal(signal.SIGHUP), debug=False) == 0
+        with GracefulStop(Accelerator()).heard():
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_number_of_processes_that_is_empty_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,22 +442,29 @@ def test_a_reader_that_goes_ends_a_command_without_a_word(
     assert guard("eval", breaks, debug=False) == 2 and "Broken pipe" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_while_training_runs_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("lost", ["pipe", "terminal"])
+@pytest.mark.parametrize(("name", "status"), [("stdout", 141), ("stderr", 0)])
+def test_what_prints_outlives_its_reader(
+    name: str, status: int, lost: str, buffered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rich exits there, which was told as an exit of code that a run calls."""
+    """An environment's print failed, which counted against the policy: a chain kept the scores of the episodes that were left."""
+    reader, writer = os.pipe() if lost == "pipe" else os.openpty()
+    # Without a buffer, as Python writes with PYTHONUNBUFFERED.
+    stream = os.fdopen(writer, "w") if buffered else TextIOWrapper(cast(Any, FileIO(writer, "w")), write_through=True)
+    monkeypatch.setattr(sys, name, stream)
+    done = []
 
-    def trains(write: Callable[[str], None]) -> Callable[[], None]:
-        def run() -> None:
-            Progress.training = True
-            write("step 1\n")
+    def run() -> None:
+        Progress.training = True
+        os.close(reader)
+        print("reset", file=stream, flush=True)
+        Console(file=stream).print("step 1")  # rich exits where a pipe is broken
+        done.append("evaluated")
 
-        return run
-
-    for write in (lambda stream: Console(file=stream).print, lambda stream: stream.write):
-        with unread(monkeypatch) as stream:
-            assert guard("grpo", trains(write(stream)), debug=False) == 141
-        assert "nothing reads the output any more (a closed pipe), which ended training" in capsys.readouterr().err
+    assert guard("chain", run, debug=False) == status and done
+    with stream:
+        print("goes nowhere", file=stream, flush=True)
 
 
 def test_an_exit_beside_a_pipe_that_broke_keeps_its_code(

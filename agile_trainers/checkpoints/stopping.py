@@ -1,17 +1,15 @@
-"""Turns the first SIGINT or SIGTERM, the end of ``max_wall_seconds``, or an output that nothing reads any more into a
-checkpoint and a stop after the step."""
+"""Turns the first SIGINT, SIGTERM or SIGHUP, the end of ``max_wall_seconds``, or an output that nothing reads any more into
+a checkpoint and a stop after the step."""
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,20 +17,19 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
+from agile_trainers.imports import is_unread, outliving_readers
 from agile_trainers.rollout.environment_pool import end_silent_calls
 
 logger = logging.get_logger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = {
     signal.SIGINT: "Interrupted: saving a checkpoint after this step. Interrupt again to stop at once.",
     signal.SIGTERM: "SIGTERM: saving a checkpoint after this step. A second one stops at once.",
+    signal.SIGHUP: "SIGHUP (a closed terminal): saving a checkpoint after this step.",
 }
-_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
-_UNREAD = 128 + signal.SIGPIPE
-"""Exit code of a run whose output nothing reads any more, by convention."""
 SPARE_SECONDS = 5.0
 """Seconds by which a process ends before torchrun would kill it."""
 RUN_AGAIN = "running the same again"
@@ -42,8 +39,8 @@ _SAME_SECONDS = 2.0
 
 
 class GracefulStop(TrainerCallback):
-    """Listens for SIGINT (Ctrl-C) and SIGTERM while a trainer trains, and watches its clock and whether its output is read.
-    All processes stop after the same step.
+    """Listens for SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) while a trainer trains, and watches its clock and
+    whether its output is read. All processes stop after the same step.
 
     Args:
         accelerator: The trainer's.
@@ -58,8 +55,6 @@ class GracefulStop(TrainerCallback):
         self._accelerator = accelerator
         self._requested: signal.Signals | None = None
         self._stopped = ""
-        self._unread = False
-        """True once nothing reads standard output any more."""
         self._began = 0.0
         self._saved_step = -1
         """The step of the last checkpoint that a run can go on from."""
@@ -72,10 +67,13 @@ class GracefulStop(TrainerCallback):
 
         An error of the block after a signal goes on as :meth:`pass_on` does: a caller that goes on after errors stops too.
         """
-        self._requested, self._stopped, self._unread = None, "", False
+        self._requested, self._stopped = None, ""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
+        if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup's
+            del before[signal.SIGHUP]
         if None in before.values() or threading.current_thread() is not threading.main_thread():
-            yield  # Python can change no handler here
+            with outliving_readers():
+                yield  # Python can change no handler here
             return
 
         got = False  # by this process; `_requested` may be another's
@@ -92,12 +90,13 @@ class GracefulStop(TrainerCallback):
             time.sleep(_SAME_SECONDS)
             for one, handler in before.items():
                 # A shell starts what it runs in the background with SIGINT ignored.
-                signal.signal(one, _DEFAULT[one] if handler == signal.SIG_IGN else handler)
+                default = signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL
+                signal.signal(one, default if handler == signal.SIG_IGN else handler)
 
-        for number in _SIGNALS:
+        for number in before:
             signal.signal(number, request)
         try:
-            with _end_if_a_peer_is_gone(), _outliving_readers(self._lose_reader):
+            with _end_if_a_peer_is_gone(), outliving_readers():
                 yield
         except Exception as error:
             self.pass_on(f"{type(error).__name__} ended training; a resume goes on from the newest checkpoint", error)
@@ -105,11 +104,6 @@ class GracefulStop(TrainerCallback):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _lose_reader(self) -> None:
-        self._unread = True
-        if self._requested is None:
-            logger.warning("Nothing reads the output any more (a closed pipe): saving a checkpoint after this step.")
 
     def before_epoch(self, state: TrainerState, control: TrainerControl) -> bool:
         """Return whether the run ends before its next step, which ``Trainer`` checks only after one."""
@@ -139,7 +133,7 @@ class GracefulStop(TrainerCallback):
 
         All processes call this.
         """
-        requested = self._requested or (signal.SIGPIPE if self._unread else 0)
+        requested = self._requested or (signal.SIGPIPE if is_unread() else 0)
         over = args.max_wall_seconds is not None and time.monotonic() - self._began >= args.max_wall_seconds
         own = torch.tensor([[float(requested), float(over)]], device=self._accelerator.device)
         # The signal may reach one process a step later than another, and their clocks differ.
@@ -195,19 +189,20 @@ class GracefulStop(TrainerCallback):
 
         Raises:
             KeyboardInterrupt: After SIGINT.
-            SystemExit: After SIGTERM, with code 143; with 141 if nothing reads the output any more.
+            SystemExit: After SIGTERM, with code 143; after SIGHUP, with 129; with 141 if nothing reads the output any more.
         """
         why = why or self._stopped or "training was over"
-        if self._requested == signal.SIGTERM:
-            logger.warning("Terminated: %s.", why, exc_info=error)  # which the exit does not show
-            raise SystemExit(TERMINATED) from error
-        if self._requested == signal.SIGPIPE:
-            logger.warning(
-                "Nothing reads the output any more: %s. Next time, write the output to a file.", why, exc_info=error
-            )
-            raise SystemExit(_UNREAD) from error
-        if self._requested:
+        if self._requested == signal.SIGINT:
             raise KeyboardInterrupt(why) from error
+        if self._requested is None:
+            return
+        said = {
+            signal.SIGTERM: "Terminated: %s.",
+            signal.SIGHUP: "Hung up: %s.",
+            signal.SIGPIPE: "Nothing reads the output any more: %s. Next time, write the output to a file.",
+        }[self._requested]
+        logger.warning(said, why, exc_info=error)  # which the exit does not show
+        raise SystemExit(128 + self._requested) from error
 
 
 @contextmanager
@@ -243,44 +238,3 @@ def _end_if_a_peer_is_gone() -> Iterator[None]:
         done.set()
         signal.set_wakeup_fd(before)
         wakeup.close()
-
-
-@contextmanager
-def _outliving_readers(lost: Callable[[], None]) -> Iterator[None]:
-    """Lead standard output and standard error to nowhere once nothing reads them any more.
-
-    The next row of the progress table would end training: in ``| tee log`` a Ctrl-C ends tee too, and the row comes before
-    the checkpoint of the stop.
-
-    Args:
-        lost: Is called when nothing reads standard output any more, from another thread.
-    """
-    ours, wakeup = socket.socketpair()
-    watched, names = select.poll(), dict[int, str]()
-    watched.register(ours, select.POLLIN)
-    for name in ("stderr", "stdout"):
-        with suppress(AttributeError, OSError, ValueError):  # it is closed, or no file
-            number = getattr(sys, name).fileno()
-            watched.register(number, 0)
-            names[number] = name
-
-    def watch() -> None:
-        while True:
-            for number, event in watched.poll():
-                if number == ours.fileno():
-                    return
-                watched.unregister(number)
-                if event & (select.POLLERR | select.POLLHUP):
-                    if names[number] == "stdout":
-                        lost()
-                    with open(os.devnull, "w") as nowhere:
-                        os.dup2(nowhere.fileno(), number)
-
-    watching = threading.Thread(target=watch, daemon=True, name="output-readers")
-    watching.start()
-    try:
-        yield
-    finally:
-        wakeup.close()
-        watching.join()
-        ours.close()

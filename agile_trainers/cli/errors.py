@@ -9,7 +9,6 @@ import _thread
 import argparse
 import errno
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -18,10 +17,14 @@ import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-_TERMINATED, _PIPE = 128 + signal.SIGTERM, 128 + signal.SIGPIPE
+from agile_trainers.imports import is_unread, outliving_readers
+
+_ENDING: dict[int, str] = {signal.SIGTERM: "terminated (SIGTERM)", signal.SIGHUP: "hung up (SIGHUP)"}
+"""Signals that end a command as Ctrl-C does, with what is said."""
+_UNREAD = 128 + signal.SIGPIPE
 _LONGEST = 4000
 """Characters of a message."""
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
@@ -53,12 +56,20 @@ class Progress:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM outside of training; whatever lets Ctrl-C through lets it through."""
+    """SIGTERM or SIGHUP outside of training; whatever lets Ctrl-C through lets it through.
+
+    Args:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
 
 
 @contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, and neither of them be lost.
+    """Let SIGTERM and SIGHUP end the command as Ctrl-C does, and none of them be lost.
 
     Python runs a signal's handler where it is, and drops what it raises inside the callbacks of a garbage collection.
     """
@@ -68,28 +79,29 @@ def _signals_end_it() -> Iterator[None]:
         if os.getpid() != ours:  # a fork, whose parent ends it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        raise Terminated
+        raise Terminated(number)
 
     def send_again(lost: Any) -> None:
         if lost.exc_type not in (KeyboardInterrupt, Terminated):
             return dropped(lost)
-        number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
+        number = lost.exc_value.number if lost.exc_type is Terminated else signal.SIGINT
         again = threading.Timer(0.05, _thread.interrupt_main, [number])
         again.daemon = True
         again.start()
 
-    # torchrun ends its processes by SIGTERM, also those that wait in a collective, where no handler of Python runs.
+    # torchrun ends its processes by SIGTERM, also those that wait in a collective, where no handler of Python runs. What
+    # nohup starts ignores SIGHUP.
     alone = os.environ.get("WORLD_SIZE") in (None, "", "1") and threading.current_thread() is threading.main_thread()
-    takes = alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if takes:
-        signal.signal(signal.SIGTERM, terminate)
+    taken = [number for number in _ENDING if alone and signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, terminate)
     sys.unraisablehook = send_again
     try:
         yield
     finally:
         sys.unraisablehook = dropped
-        if takes:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
@@ -101,8 +113,8 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         debug: Keep the traceback of a mistake too.
 
     Returns:
-        The command's exit code, 2 after a mistake, 130 after Ctrl-C, 143 after SIGTERM, 141 if nothing reads the output any
-        more (``| head``).
+        The command's exit code, 2 after a mistake, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, 141 if nothing
+        reads the output any more (``| head``).
         Code that exits while training runs never gives 0.
 
     Raises:
@@ -112,24 +124,27 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a closed one, as of some service managers (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
+    with outliving_readers():
+        return _guarded(command, run, debug)
+
+
+def _guarded(command: str, run: Callable[[], int | None], debug: bool) -> int:
     try:
         with _signals_end_it():
             status = run() or 0
         sys.stdout.flush()
-        return status
+        return _UNREAD if is_unread() else status
     except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, Terminated)
-        what = "terminated (SIGTERM)" if terminated else "interrupted"
+        number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
+        what = _ENDING.get(number, "interrupted")
         why = str(stop) or ("running the same again goes on" if command in ("chain", "evolve") else "")
         print(f"\nagile-trainers: {what}{f', {why}' if why else ''}", file=sys.stderr)
-        return _TERMINATED if terminated else 130
+        return 128 + number
     except SystemExit as leaving:
-        place = traceback.extract_tb(leaving.__traceback__)[-1]
-        if place.name == "on_broken_pipe":  # rich's, which exits where nothing reads its output
-            return _unread(command)
-        # --help or a wrong option; or a stop by SIGTERM or without a reader, which `GracefulStop.pass_on` has told.
-        if not Progress.training or leaving.code in (_TERMINATED, _PIPE):
+        # --help or a wrong option; or a stop by a signal or without a reader, which `GracefulStop.pass_on` has told.
+        if not Progress.training or leaving.code in (_UNREAD, *(128 + number for number in _ENDING)):
             raise
+        place = traceback.extract_tb(leaving.__traceback__)[-1]
         print(
             wrapped(
                 f"agile-trainers {command}: error: training was ended by SystemExit: {leaving.code} ({place.filename}, line "
@@ -139,8 +154,6 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         )
         return leaving.code if isinstance(leaving.code, int) and leaving.code else 1
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            return _unread(command)
         code = _launched(error)
         if code is None and (debug or not is_mistake(error)):
             raise
@@ -148,29 +161,6 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
             print(wrapped(f"agile-trainers {command}: error: {message(error)}"), file=sys.stderr)
             print("(--debug shows where it was raised)", file=sys.stderr)
         return code or 2
-    finally:
-        if _is_unread():  # what is left in its buffer would be an error at the end of Python, with exit code 120
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_unread() -> bool:
-    """Return whether standard output is a pipe whose reader has gone."""
-    with suppress(OSError, ValueError, TypeError):  # standard output is no file
-        output = select.poll()
-        output.register(sys.stdout, 0)
-        return any(event & select.POLLERR for _, event in output.poll(0))
-    return False
-
-
-def _unread(command: str) -> int:
-    """Say that nothing reads the output if training ended by it, and return the exit code."""
-    if Progress.training:
-        print(
-            f"agile-trainers {command}: error: nothing reads the output any more (a closed pipe), which ended training. "
-            "Write it to a file.",
-            file=sys.stderr,
-        )
-    return _PIPE
 
 
 @contextmanager

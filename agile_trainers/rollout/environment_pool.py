@@ -21,7 +21,7 @@ from typing import Any
 
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound
-from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.imports import is_unread, pass_on_interrupt
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
 
@@ -472,6 +472,7 @@ class EnvironmentPool:
 
     def _launch(self, function: Callable[[], Any], report: _Report) -> Callable[[], object]:
         """Run a function of an environment inline, in a thread or in the event loop. Return a function that cancels it."""
+        is_unread()  # programs that it starts do not write to an output that is lost
         if inspect.iscoroutinefunction(function):
             if self._loop is None:
                 self._loop = _Loop()

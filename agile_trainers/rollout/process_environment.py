@@ -39,6 +39,7 @@ from agile_trainers.envs.isolation.process_tree import (
     reap,
     remove_abandoned,
 )
+from agile_trainers.imports import is_unread, outliving_readers
 from agile_trainers.types import Message
 
 _STARTS, _PAUSE = 50, 0.1
@@ -248,7 +249,8 @@ def _without_main_module() -> Iterator[None]:
 def _serve(sent: bytes, connection: Connection) -> None:
     """Run the other process."""
     keep(connection)
-    _answer_calls(sent, connection)
+    with outliving_readers():
+        _answer_calls(sent, connection)
     atexit._run_exitfuncs()  # as any program does, but not multiprocessing: temporary folders are removed
 
 
@@ -263,6 +265,7 @@ def _answer_calls(sent: bytes, connection: Connection) -> None:
             number, method, arguments = connection.recv()
         except (EOFError, OSError):  # the training process has ended, or the environment closed the connection
             return
+        is_unread()  # the trainer's, which it may have lost
         try:
             if environment is None and method != "close":
                 factory: Callable[[], Environment] = pickle.loads(sent)

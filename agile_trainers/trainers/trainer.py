@@ -290,8 +290,8 @@ class MultiTurnTrainer(_Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as ``Trainer.train`` does.
 
-        Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller; a
-        second signal, more than two seconds later, stops at once. After ``max_wall_seconds`` its caller goes on.
+        Interrupted by Ctrl-C (SIGINT), SIGTERM or SIGHUP, it finishes the optimizer step, saves a checkpoint and stops its
+        caller; a second signal, more than two seconds later, stops at once. After ``max_wall_seconds`` its caller goes on.
 
         Args:
             resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there
@@ -303,8 +303,8 @@ class MultiTurnTrainer(_Trainer):
             CheckpointError: If there is no complete checkpoint, or it belongs to another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
             NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
-            KeyboardInterrupt: After the checkpoint of an interrupted run was saved; SystemExit after SIGTERM, or if nothing
-                reads the output any more.
+            KeyboardInterrupt: After the checkpoint of an interrupted run was saved; SystemExit after SIGTERM or SIGHUP,
+                or if nothing reads the output any more.
         """
         self.check_open()
         self._check_policy_runs()

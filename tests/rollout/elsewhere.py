@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,6 +56,22 @@ class Toy:
 
     def step(self, text: str) -> Any:
         return "up", float(len(text) > 0), True, False, {"process": os.getpid()}
+
+
+class Unread(Toy):
+    """Nothing reads its outputs any more; it prints to one, and starts a program that prints to the other."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        reader, writer = os.pipe()
+        os.close(reader)
+        for number in (1, 2):
+            os.dup2(writer, number)
+        print("reset", flush=True)
+        return super().reset(seed)
+
+    def step(self, text: str) -> Any:
+        subprocess.run([sys.executable, "-Sc", "import os; os.write(2, b'step')"], check=True)
+        return super().step(text)
 
 
 class AsyncToy(Toy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -16,9 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
-from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy
+from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy, Unread
 from episodes import ScriptedSampler, make_engine, specs
 
+from agile_trainers.imports import outliving_readers
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.process_environment import _modules, pickled
@@ -63,6 +65,32 @@ def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
     assert re.fullmatch(r"EnvironmentProcessError: KeyError: 'a bug' \(elsewhere.py, line \d+\)", episodes[0].error)
     assert "process died in step (exit code 7)" in str(episodes[2].error)
     assert "the result of step cannot be sent" in str(episodes[4].error)
+
+
+def test_an_output_that_nothing_reads_costs_no_episode() -> None:
+    """All episodes failed, until the end of the run, where an environment printed to a log that nothing took any more."""
+    engine = make_engine(Unread, processes=1, timeout=60.0)
+    (episode,) = engine.run(specs(None), ScriptedSampler())
+    engine.pool.close()
+    assert (episode.rewards, episode.error) == ([1.0], None)
+
+
+@pytest.mark.parametrize("where", [{}, {"workers": 1}])
+def test_programs_of_environments_write_to_no_output_that_is_lost(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Looks(Toy):
+        def step(self, text: str) -> Any:
+            assert stat.S_ISCHR(os.fstat(sys.stderr.fileno()).st_mode), "/dev/null, which a program inherits"
+            return super().step(text)
+
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with outliving_readers():
+            os.close(reader)
+            engine = make_engine(Looks, **where)
+            (episode,) = engine.run(specs(None), ScriptedSampler())
+            engine.pool.close()
+    assert (episode.rewards, episode.error) == ([1.0], None)
 
 
 def test_a_hang_is_killed(clock: Any, tmp_path: Path) -> None:

@@ -454,8 +454,8 @@ def _play_all(
 ) -> list[EnvironmentReport]:
     """Play every policy in every environment, and compare the first one with the others.
 
-    An error ends it, as do Ctrl-C and SIGTERM. If episodes of a policy in an environment have been played by then, what was
-    played is returned.
+    An error ends it, as do Ctrl-C, SIGTERM and SIGHUP. If episodes of a policy in an environment have been played by then,
+    what was played is returned.
 
     Args:
         options: Those of the command line.
