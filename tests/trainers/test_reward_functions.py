@@ -227,8 +227,8 @@ def by_secret(secret, completions, **_):
             r"does not take the argument 'prompts'",
         ),
         ({"reward_funcs": by_all_of_trls, "train_dataset": {"x": [1] * 2}}, r"does not take the argument 'x'"),
-        ({"reward_funcs": by_environment, "reward_weights": [float("nan")]}, r"finite numbers, one for each reward function, got \[nan\]"),
-        ({"reward_funcs": by_environment, "reward_weights": ["1"]}, r"finite numbers, one for each reward function, got \['1'\]"),
+        ({"reward_funcs": by_environment, "reward_weights": [float("nan")]}, r"one for each reward function, got \[nan\]"),
+        ({"reward_funcs": by_environment, "reward_weights": ["1"]}, r"one for each reward function, got \['1'\]"),
     ],
 )
 def test_what_a_reward_function_cannot_get_is_said_at_construction(embedded_model, tmp_path, change, named):
