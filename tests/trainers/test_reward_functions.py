@@ -227,7 +227,10 @@ def by_secret(secret, completions, **_):
             r"does not take the argument 'prompts'",
         ),
         ({"reward_funcs": by_all_of_trls, "train_dataset": {"x": [1] * 2}}, r"does not take the argument 'x'"),
-        ({"reward_funcs": by_environment, "reward_weights": [float("nan")]}, r"one for each reward function, got \[nan\]"),
+        (
+            {"reward_funcs": by_environment, "reward_weights": [float("nan")]},
+            r"one for each reward function, got \[nan\]",
+        ),
         ({"reward_funcs": by_environment, "reward_weights": ["1"]}, r"one for each reward function, got \['1'\]"),
     ],
 )
