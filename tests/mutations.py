@@ -4530,7 +4530,7 @@ MUTATIONS = [
         "parts of a text are joined by a line", "envs/images.py",
         'else "".join(part["text"] for part in found)',
         'else "\\n".join(part["text"] for part in parts)',
-        DIALECTS,
+        IMAGE_ENVIRONMENTS,
     ),
     Mutation(
         "arguments stay text", "rollout/agents/dialects/base.py",
