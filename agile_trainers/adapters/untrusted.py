@@ -258,9 +258,9 @@ _RESUMING = (
 )
 """Functions of transformers that read a checkpoint."""
 _OTHERS = (ImportError, MemoryError, torch.OutOfMemoryError)
+"""Errors of the machine, not of the folder."""
 _OF_A_FILE = (None, errno.EINVAL)
 """Numbers of errors that come from what a file holds, not from the machine; PyTorch's for one that ends early is EINVAL."""
-"""Errors of the machine, not of the folder."""
 _BUILDERS = ("/cpp_extension.py", "/op_builder/")
 """Parts of the paths of files that build PyTorch's and DeepSpeed's extensions, which fail for want of a compiler."""
 
