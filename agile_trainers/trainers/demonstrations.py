@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
@@ -30,6 +32,26 @@ Start = tuple[str | None, int, str]
 """Environment, seed and row (as text) of an episode."""
 _STREAM = 7
 """Key of the random stream that draws where groups start."""
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "if": {"properties": {"role": {"const": "assistant"}}},
+    "then": {"properties": {"content": {"type": "string"}}},
+}
+_LINE = Draft202012Validator(
+    {
+        "type": "object",
+        "required": ["messages", "rewards", "seed"],
+        "properties": {
+            "messages": {"type": "array", "items": _MESSAGE},
+            "rewards": {"type": "array", "items": {"type": "number"}, "minItems": 1},
+            "seed": {"type": "integer"},
+            "row": {"type": ["object", "null"]},
+            "environment": {"type": ["string", "null"]},
+        },
+    }
+)
+"""A recorded conversation."""
 
 
 class Demonstrations:
@@ -202,24 +224,26 @@ def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, D
     Raises:
         ValueError: For a line that is none.
     """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): JSON may hold U+2028
+    except UnicodeDecodeError as error:
+        raise ValueError(f"demonstrations: {path.name} is no text in UTF-8: {error}.") from error
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         source = f"{path.name}, line {number}"
         try:
             row = from_json(line)
         except ValueError as error:
             raise ValueError(f"demonstrations: {source} is no JSON: {error}.") from error
-        fields = {"messages": list, "rewards": list, "seed": int}
-        if missing := [
-            n for n, kind in fields.items() if not isinstance(row, dict) or not isinstance(row.get(n), kind)
-        ]:
+        if wrong := best_match(_LINE.iter_errors(row)):
             raise ValueError(
-                f"demonstrations: {source} has no {missing[0]!r} ({fields[missing[0]].__name__}). A line is an object with "
-                "messages, the rewards of its answers and the seed that it began from, as `agile-trainers play --record` "
-                "writes it."
+                f"demonstrations: {source}, {wrong.json_path}: {wrong.message[-200:]}. A line is an object with messages, "
+                "the rewards of its last answers and the seed that it began from, as `agile-trainers play --record` writes it."
             )
         texts = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-        if not 0 < len(row["rewards"]) <= len(texts) or not all(isinstance(text, str) for text in texts):
+        if len(row["rewards"]) > len(texts):
             raise ValueError(f"demonstrations: {source} has {len(texts)} answers and {len(row['rewards'])} rewards.")
         answers = [GivenAnswer(encode(text)) for text in texts[-len(row["rewards"]) :]]
         found.append((_start(row), Demonstration(source, answers, row["rewards"])))
@@ -263,4 +287,4 @@ def _logged(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start,
 
 def _start(row: Mapping[str, Any]) -> Start:
     options = row.get("row")
-    return row.get("environment"), row["seed"], "" if options is None else json.dumps(options)
+    return row.get("environment"), int(row["seed"]), "" if options is None else json.dumps(options)

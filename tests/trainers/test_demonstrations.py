@@ -270,12 +270,14 @@ def conversation(**changes: Any) -> dict[str, Any]:
 
 def with_conversations(model: Path, folder: Path, *rows: Any, **changes: Any) -> Any:
     path = folder / "shown.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
     return make_trainer(model, folder / "run", demonstrations=str(path), **changes)
 
 
 def test_conversations_are_replayed_against_the_environment(embedded_model, tmp_path) -> None:
-    played, _ = batch_of(with_conversations(embedded_model, tmp_path, conversation()))
+    said = [{"role": "system", "content": "a\u2028b\x85c"}, *conversation()["messages"]]  # lines to Python, not to JSON
+    line = json.dumps(conversation(messages=said), ensure_ascii=False)
+    played, _ = batch_of(with_conversations(embedded_model, tmp_path, "\ufeff" + line, ""))
     assert {one.seed for one in played.trajectories} == {4}
     assert [turn.text for turn in played.trajectories[3].turns] == ["ch"] and played.trajectories[3].rewards == [0.75]
 
@@ -306,8 +308,15 @@ def test_a_replay_that_disagrees_is_an_error(embedded_model, tmp_path, row, told
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"messages": []}, "shown.jsonl, line 1 has no 'rewards'"),
-        (conversation(rewards=[]), "has 1 answers and 0 rewards"),
+        ({"messages": []}, "shown.jsonl, line 1, \\$: 'rewards' is a required property"),
+        (conversation(rewards=[]), "line 1, \\$.rewards: .* non-empty"),
+        (conversation(rewards=[0.75, 1.0]), "has 1 answers and 2 rewards"),
+        (conversation(rewards=[None]), r"\$.rewards\[0\]: None is not of type 'number'"),
+        (
+            conversation(messages=[{"role": "assistant", "content": [{}]}]),
+            r"messages\[0\].content: .* not of type 'string'",
+        ),
+        (conversation(row="x" * 1000), r"\$.row: x{100,200}' is not of type 'object', 'null'. A line is"),
         (conversation(environment="chess"), "is of the environment 'chess'; the run has None"),
         ("", "has no episode that succeeded"),
         ("{", "shown.jsonl, line 1 is no JSON"),
