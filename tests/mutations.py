@@ -1680,6 +1680,18 @@ MUTATIONS = [
         "or not 0 < float(alpha) < math.inf", "or alpha == 0", "tests/trainers/test_bad_input.py -k would_ignore",
     ),
     Mutation(
+        "an adapter that acts from a token on is trained", "adapters/lora_settings.py",
+        "    check_one_policy(config)\n    init", "    init", "tests/trainers/test_bad_input.py -k would_ignore",
+    ),
+    Mutation(
+        "an adapter that acts from a token on is loaded", "adapters/loading.py",
+        "    check_one_policy(config, str(folder / CONFIG))\n", "", "tests/adapters/test_strangers.py -k hostile_configuration",
+    ),
+    Mutation(
+        "conversations are cut at separators of lines in their texts", "trainers/demonstrations.py",
+        '.split("\\n")', ".splitlines()", "tests/trainers/test_demonstrations.py -k conversations_are_replayed",
+    ),
+    Mutation(
         "layers that the model lacks are passed over", "adapters/lora_settings.py",
         "if number not in known:", "if False:", "tests/trainers/test_bad_input.py -k would_ignore",
     ),

@@ -26,6 +26,7 @@ from agile_trainers.adapters.folders import CONFIG, PICKLE, RECORD, WEIGHTS, che
 from agile_trainers.adapters.lora_settings import (
     REPEATABLE,
     changes_base,
+    check_one_policy,
     describe,
     differing_settings,
     layers,
@@ -159,6 +160,7 @@ def read_config(folder: Path, policy: bool = False) -> LoraConfig:
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(f"{folder} holds a {kind} adapter; only {PeftType.LORA.value} adapters can be continued.")
     _check_fields(folder / CONFIG, config)
+    check_one_policy(config, str(folder / CONFIG))
     repeated = REPEATABLE if policy else ()
     if changes_base(config) and config.init_lora_weights not in repeated:
         raise ValueError(

@@ -36,6 +36,13 @@ _UNREPEATABLE = {
     "lora_ga": "its decomposition needs the gradients of that time",
 }
 
+_OTHER_POLICIES = {
+    "alora_invocation_tokens": "the adapter acts from these tokens on, and PEFT finds them once in a row and not at all "
+    "where a row is read token by token",
+    "monteclora_config": "each forward pass of training draws other weights, so that the policy that is trained is not the "
+    "one that played",
+}
+
 
 def changes_base(config: PeftConfig) -> bool:
     """Return whether creating the adapter changes the weights of the base."""
@@ -77,6 +84,8 @@ def starts_elsewhere(config: PeftConfig) -> bool:
 def check_repeatable(model: Any, peft_config: PeftConfig | None) -> None:
     """Reject a policy whose initialization changes the base irreproducibly, since only the adapter is saved.
 
+    What :func:`check_one_policy` rejects is rejected too.
+
     Args:
         model: The trainer's ``model``, with or without an adapter.
         peft_config: Configuration of the adapter that the trainer creates, if any.
@@ -85,6 +94,7 @@ def check_repeatable(model: Any, peft_config: PeftConfig | None) -> None:
         ValueError: If the initialization changes the base in a way that a later process cannot repeat.
     """
     config = model.peft_config.get(POLICY) if isinstance(model, PeftModel) else peft_config
+    check_one_policy(config)
     init = str(getattr(config, "init_lora_weights", True)).lower()
     for name, reason in _UNREPEATABLE.items():
         if init.startswith(name):
@@ -93,6 +103,21 @@ def check_repeatable(model: Any, peft_config: PeftConfig | None) -> None:
                 "adapter, would get another policy without an error. Use init_lora_weights='pissa' or 'olora', which load "
                 "again, or save the changed base with `save_pretrained` and put a plain adapter on it."
             )
+
+
+def check_one_policy(config: PeftConfig | None, where: str = "LoraConfig") -> None:
+    """Reject an adapter that computes another policy with a whole row than token by token, or in training than in play.
+
+    Args:
+        config: Of an adapter that is to be made or loaded; None passes.
+        where: Where it is from, for the error.
+
+    Raises:
+        ValueError: For the setting that does this.
+    """
+    for name, reason in _OTHER_POLICIES.items():
+        if value := getattr(config, name, None):
+            raise ValueError(f"{where}: {name}={value!r} cannot be used: {reason}. Make the adapter without it.")
 
 
 def check_scales(config: PeftConfig | None) -> None:

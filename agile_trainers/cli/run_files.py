@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from datasets import Dataset
 from peft import LoraConfig
 
-from agile_trainers.adapters.lora_settings import check_scales
+from agile_trainers.adapters.lora_settings import check_one_policy, check_scales
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.config.other_names import meant
@@ -151,6 +151,7 @@ def read_lora(raw: Any, where: str) -> LoraConfig | None:
     with naming_place(where):
         check_rules(parsed, _LORA_RULES)
         config = LoraConfig(**{"task_type": "CAUSAL_LM", **given, **texts})
+        check_one_policy(config)
         check_scales(config)
         return config
 

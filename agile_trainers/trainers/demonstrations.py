@@ -240,7 +240,7 @@ def _told(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[Start, D
         if wrong := best_match(_LINE.iter_errors(row)):
             raise ValueError(
                 f"demonstrations: {source}, {wrong.json_path}: {wrong.message[-200:]}. A line is an object with messages, "
-                "the rewards of its last answers and the seed that it began from, as `agile-trainers play --record` writes it."
+                "rewards of its last answers and the seed that it began from, as `agile-trainers play --record` writes it."
             )
         texts = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         if len(row["rewards"]) > len(texts):

@@ -598,6 +598,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "not a task": {"task_type": "EVIL"},
     "a module to import": {"megatron_config": {"a": 1}, "megatron_core": "megatron.core"},
     "layers without end": {"layer_replication": [[0, 2]] * 1000},
+    "acts from a token on": {"alora_invocation_tokens": [3, 4]},
+    "draws weights": {"monteclora_config": {"num_samples": 2}},
     "layers in words": {"layer_replication": "ab"},
 }
 

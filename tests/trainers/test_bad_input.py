@@ -102,6 +102,7 @@ def test_values_out_of_range(tmp_path, changes, also):
         ),
         ({"lora": {"target_modules": ["q_proj"], "layers_to_transform": [-1, 0]}}, ["layers_to_transform=[-1, 0]"]),
         ({"lora": {"alpha_pattern": {"q_proj": float("nan")}}}, ["alpha_pattern['q_proj']", "nan", "finite"]),
+        ({"lora": {"alora_invocation_tokens": [3, 4]}}, ["alora_invocation_tokens=[3, 4]", "token by token"]),
         ({"lora": {"rank_pattern": {"q_proj": 0}}}, ["rank_pattern['q_proj']", "at least 1", "0"]),
     ],
 )
