@@ -29,7 +29,9 @@ def make_quick() -> None:
     """Take a tenth of its time from a run that is as small as those of the tests."""
     _draw_curves_once()
     _embed_stop_strings_once()
+    _list_modules_without_recursion()
     _look_for_compiled_modules_once()
+    _read_equal_layers_directly()
     _seed_without_stacks()
     _trace_equal_steps_once()
     if not is_cuda_available():
@@ -62,6 +64,26 @@ def _embed_stop_strings_once() -> None:
     StopStringCriteria.clean_and_embed_tokens_with_cache = embedded  # type: ignore[method-assign]
 
 
+def _list_modules_without_recursion() -> None:
+    """In the same order, for half of the time: each module is handed through a generator for each one around it else."""
+
+    def named_modules(
+        self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo, left = set() if memo is None else memo, [(prefix, self)]
+        while left:
+            name, module = left.pop()
+            if module in memo:
+                continue
+            if remove_duplicate:
+                memo.add(module)
+            yield name, module
+            start = name and f"{name}."
+            left += [(start + one, inner) for one, inner in reversed(module._modules.items()) if inner is not None]
+
+    nn.Module.named_modules = named_modules  # type: ignore[method-assign]
+
+
 def _look_for_compiled_modules_once() -> None:
     """Accelerate looks through all modules whenever a model is unwrapped, several times in a step."""
     look, found = other.has_compiled_regions, WeakKeyDictionary[nn.Module, bool]()
@@ -70,6 +92,19 @@ def _look_for_compiled_modules_once() -> None:
         return found[module] if module in found else found.setdefault(module, look(module))
 
     other.has_compiled_regions = has
+
+
+def _read_equal_layers_directly() -> None:
+    """A model reads its configuration dozens of times in a forward pass; only one whose layers differ has rules of its own."""
+    read, plainly = PretrainedConfig.__getattribute__, object.__getattribute__
+
+    def value(self: PretrainedConfig, name: str) -> Any:
+        if "_heterogeneity_spec" in plainly(self, "__dict__"):
+            return read(self, name)
+        renamed = plainly(self, "attribute_map")
+        return plainly(self, renamed.get(name, name))
+
+    PretrainedConfig.__getattribute__ = value  # type: ignore[method-assign]
 
 
 def _seed_without_stacks() -> None:
