@@ -95,7 +95,7 @@ def _look_for_compiled_modules_once() -> None:
 
 
 def _read_equal_layers_directly() -> None:
-    """A model reads its configuration dozens of times in a forward pass; only one whose layers differ has rules of its own."""
+    """Models read a configuration dozens of times in a forward pass; those whose layers differ have rules of their own."""
     read, plainly = PretrainedConfig.__getattribute__, object.__getattribute__
 
     def value(self: PretrainedConfig, name: str) -> Any:
