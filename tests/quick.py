@@ -31,7 +31,6 @@ def make_quick() -> None:
     _embed_stop_strings_once()
     _list_modules_without_recursion()
     _look_for_compiled_modules_once()
-    _read_equal_layers_directly()
     _seed_without_stacks()
     _trace_equal_steps_once()
     if not is_cuda_available():
@@ -92,19 +91,6 @@ def _look_for_compiled_modules_once() -> None:
         return found[module] if module in found else found.setdefault(module, look(module))
 
     other.has_compiled_regions = has
-
-
-def _read_equal_layers_directly() -> None:
-    """Models read a configuration dozens of times in a forward pass; those whose layers differ have rules of their own."""
-    read, plainly = PretrainedConfig.__getattribute__, object.__getattribute__
-
-    def value(self: PretrainedConfig, name: str) -> Any:
-        if "_heterogeneity_spec" in plainly(self, "__dict__"):
-            return read(self, name)
-        renamed = plainly(self, "attribute_map")
-        return plainly(self, renamed.get(name, name))
-
-    PretrainedConfig.__getattribute__ = value  # type: ignore[method-assign]
 
 
 def _seed_without_stacks() -> None:
