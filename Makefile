@@ -23,7 +23,8 @@ VLLM := .venv-vllm
 AGENTS := .venv-agents
 AGILERL := .venv-agilerl
 # A test that hangs ends its worker with the stack of each thread, not the run with nothing.
-SUITE := -n 3 --dist loadfile --timeout 600 --timeout-method thread -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
+# Files in the order of their folders: the few tests of the longest would all begin at the end, and one processor would wait.
+SUITE := -n 3 --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 # With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
 GPU_WHEELS := .gpu-wheels

@@ -97,7 +97,6 @@ def test_success_rates_are_the_exact_probabilities(level: str) -> None:
     exact = {
         random_policy: float(1 - Fraction(high - 1, high) ** guesses),
         random_legal_policy: float(found(high, guesses) / high),
-        halving_policy: 1.0,
     }
     for policy, probability in exact.items():
         rate = sum(play(environment, policy, seed).success for seed in range(games)) / games

@@ -79,12 +79,14 @@ def survey(name: str) -> Verdict:
 
 def _served(name: str, accepted: list[Options]) -> tuple[int, float] | None:
     try:
-        ChatRenderer(tokenizer_for(name), on_rewrite="fork")
+        if {} not in accepted:
+            ChatRenderer(tokenizer_for(name), on_rewrite="fork")
     except ValueError:
         return None
     said = {THOUGHT: "higher lower guess " * 30, ANSWER: "guess " * 10}
     keeping = next((one for one in accepted if one.get("chat_template_kwargs") != {"enable_thinking": False}), {})
-    ours, theirs = (Play(name, "user", True, said, **options).episode for options in ({}, keeping))
+    ours = Play(name, "user", True, said).episode
+    theirs = Play(name, "user", True, said, **keeping).episode if keeping else ours
     return sum(turn.fork is not None for turn in ours.turns), ours.num_tokens / theirs.num_tokens
 
 

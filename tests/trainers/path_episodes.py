@@ -129,27 +129,35 @@ def programs(vocabulary: range = range(10, 100), seed: int = 0) -> list[Trajecto
 
 
 def call_by_call(trainer: Any, episodes: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probabilities and mask of all calls, each read as a row of its own by the model's plain forward pass."""
+    """(B, T) log-probabilities and mask of all calls, each read in a row of its own by the model's plain forward pass."""
     length = max(len(episode.completion_ids) for episode in episodes)
-    rows, masks = [], []
+    calls = [(episode.prompt_of(k), episode.action_of(k)) for episode in episodes for k in range(len(episode.turns))]
+    logits = iter(trainer.model(**_padded([[*prompt, *answer] for prompt, answer in calls])).logits)
+    rows, masks, left = [], [], iter(calls)
     for episode in episodes:
         found = []
-        for k in range(len(episode.turns)):
-            prompt, answer = episode.prompt_of(k), torch.tensor(episode.action_of(k))
-            ids = torch.tensor([[*prompt, *answer.tolist()]])
-            logits = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
-            found.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
+        for _, (prompt, answer), own in zip(episode.turns, left, logits):
+            before = own[len(prompt) - 1 : len(prompt) - 1 + len(answer)]
+            found.append(before.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0])
         row = torch.cat(found)
         rows.append(torch.nn.functional.pad(row, (0, length - len(row))))
         masks.append(torch.arange(length) < len(row))
     return torch.stack(rows), torch.stack(masks)
 
 
+def _padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows with padding after them, which no token before it reads."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for place, row in zip(ids, rows):
+        place[: len(row)] = torch.tensor(row)
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.size(1)) < lengths[:, None]).long()}
+
+
 def values_call_by_call(trainer: Any, episodes: list[Trajectory]) -> list[torch.Tensor]:
     """The critic's value before each token of each call of an episode, and of the final state, from a row for each call."""
-    found = []
+    rows, positions = [], []
     for episode in episodes:
-        values = []
         for k, turn in enumerate(episode.turns):
             prompt, answer = episode.prompt_of(k), episode.action_of(k)
             row = [*prompt, *answer]
@@ -157,13 +165,12 @@ def values_call_by_call(trainer: Any, episodes: list[Trajectory]) -> list[torch.
             if k == len(episode.turns) - 1:
                 row = episode.paths[turn.path] if episode.paths else [*episode.prompt_ids, *episode.completion_ids]
                 where.append(len(row) - 1)
-            ids = torch.tensor([row])
-            output = trainer.model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), value_positions=torch.tensor([where])
-            )
-            values.append(output.state_values[0])
-        found.append(torch.cat(values))
-    return found
+            rows.append(row)
+            positions.append(where)
+    asked = _padded(positions)
+    read = trainer.model(**_padded(rows), value_positions=asked["input_ids"]).state_values
+    values = iter([own[: len(where)] for own, where in zip(read, positions)])
+    return [torch.cat([next(values) for _ in episode.turns]) for episode in episodes]
 
 
 def reference_lambda_returns(episode: Trajectory, values: list[float], final: float, gae_lambda: float) -> list[float]:
