@@ -22,7 +22,7 @@ from agile_trainers.envs.agent import Endpoint
 from agile_trainers.rollout.agents.dialects import DIALECTS, Dialect
 from agile_trainers.rollout.agents.dialects.base import DEEPEST_BODY, ascii_json, checked, get, parse, required
 from agile_trainers.rollout.agents.dialects.chat import CHAT
-from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, Exchange, Marks, Refusal, Ticket
+from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, EpisodeExchange, Marks, Refusal, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class AgentServer:
         max_body: Bytes that a request's body may have; a larger one is refused without being kept.
     """
 
-    def __init__(self, exchange: Exchange, *, max_body: int = 32 * 2**20) -> None:
+    def __init__(self, exchange: EpisodeExchange[Any], *, max_body: int = 32 * 2**20) -> None:
         self._exchange = exchange
         self._max_body = max_body
         self._port = 0
