@@ -19,7 +19,7 @@ from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
-from agile_trainers.rollout.seeds import EVALUATION, Mixture, evaluation_specs
+from agile_trainers.rollout.seeds import EVALUATION, Mixture, environment_seed
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory, keyed
 
@@ -279,7 +279,7 @@ def evaluation_episodes(
         seed: The same seed gives the same episodes.
         episodes: Their number, of different seeds.
         rows: Handed to ``reset`` in order, again and again. None: the environment gets seeds only.
-        mixture: Of several environments.
+        mixture: Of several environments. Without rows, each plays the same episodes as in a run of its own.
         attempts: Times that each is played, with sampling noise of its own.
         sampling_seed: Seed of the sampling noise, besides ``seed``, which the environments get. Policies with different ones
             play the same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
@@ -294,12 +294,17 @@ def evaluation_episodes(
         raise ValueError(
             f"An evaluation needs a row, an episode and an attempt at least, got {episodes=}, {attempts=}."
         )
-    own = () if sampling_seed is None else (sampling_seed,)
-    return [
-        replace(spec, stream=(*spec.stream[:-1], attempt, *own))
-        for spec in evaluation_specs(seed, episodes, options, 0, 1, mixture, domain=domain)
-        for attempt in range(attempts)
-    ]
+    places: list[tuple[str | None, int]] = [(None, number) for number in range(episodes)]
+    if mixture is not None and options is None:
+        places = [*mixture.evaluated(episodes)]
+    specs, own = list[EpisodeSpec](), () if sampling_seed is None else (sampling_seed,)
+    for index, (name, number) in enumerate(places):
+        row = None if options is None else dict(options[index % len(options)])
+        if mixture is not None and row is not None:
+            name, row = mixture.of_row(row, "eval_dataset")
+        start = environment_seed(seed, domain, 0, number)
+        specs += [EpisodeSpec(start, (seed, domain, 0, number, n, *own), row, name) for n in range(attempts)]
+    return specs
 
 
 def play_evaluation(
