@@ -3986,7 +3986,7 @@ MUTATIONS = [
     ),
     Mutation(
         "policies that are compared share their sampling noise", "evaluation/results.py",
-        "replace(spec, stream=(*spec.stream[:-1], attempt, *own))", "replace(spec, stream=(*spec.stream[:-1], attempt))",
+        "(seed, domain, 0, number, n, *own)", "(seed, domain, 0, number, n)",
         "tests/evaluation/test_comparison.py -k share_all_but",
     ),
     Mutation(

@@ -11,6 +11,7 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
@@ -311,9 +312,6 @@ def play_evaluation(
     engine: RolloutEngine,
     generator: AbstractContextManager[Generator],
     specs: Sequence[EpisodeSpec],
-    *,
-    rank: int,
-    world_size: int,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> EpisodeResults:
     """Play this process's share of an evaluation, and gather the rows of all.
@@ -322,17 +320,21 @@ def play_evaluation(
         engine: Plays the episodes.
         generator: Samples their actions.
         specs: The episodes of all processes.
-        rank: Index of this process.
-        world_size: Number of processes.
         on_finish: Called with each of this process's episodes when it ends.
     """
     with generator as made:
-        trajectories = engine.run(list(specs[rank::world_size]), made, on_finish)
-    return gather_evaluation(engine, trajectories, specs, rank=rank, world_size=world_size)
+        trajectories = engine.run([specs[place] for place in _own_places(specs)], made, on_finish)
+    return gather_evaluation(engine, trajectories, specs)
+
+
+def _own_places(specs: Sequence[EpisodeSpec]) -> range:
+    """Return the places of this process's episodes among those of all processes."""
+    state = PartialState()
+    return range(state.process_index, len(specs), state.num_processes)
 
 
 def gather_evaluation(
-    engine: RolloutEngine, trajectories: list[Trajectory], specs: Sequence[EpisodeSpec], *, rank: int, world_size: int
+    engine: RolloutEngine, trajectories: list[Trajectory], specs: Sequence[EpisodeSpec]
 ) -> EpisodeResults:
     """Gather the rows of all processes, each of which has left its generator: processes may share an engine.
 
@@ -340,31 +342,29 @@ def gather_evaluation(
         engine: Has played the episodes.
         trajectories: Those of this process.
         specs: The episodes of all processes.
-        rank: Index of this process.
-        world_size: Number of processes.
     """
-    own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
+    places, is_main = list(_own_places(specs)), PartialState().is_main_process
     played = in_order(places, [(episode_metrics(one), start_of_episode(one), one.error) for one in trajectories])
     rows = [row for row, *_ in played]
     engine.reports_success |= environments_with_success(rows)
-    _warn_of_failures([error for *_, error in played], rank)
-    if rank == 0 and any(_is_training_question(one) for one in trajectories):
+    if is_main:
+        _warn_of_failures([error for *_, error in played])
+    if is_main and any(_is_training_question(one) for one in trajectories):
         logger.warning(
             "The evaluation plays questions of the split 'train', which training plays too: the environment has no "
             "other rows by default. Pass eval_dataset=environment.dataset('test') to the trainer, or split='test' to the "
             "environment."
         )
     ranges = {name: found for name in engine.pool.factories if (found := engine.pool.return_range(name)) is not None}
-    return EpisodeResults(
-        own, trajectories, places, with_success(rows, engine.reports_success), [start for _, start, _ in played],
-        ranges=ranges,
-    )  # fmt: skip
+    own, starts = [specs[place] for place in places], [start for _, start, _ in played]
+    rows = with_success(rows, engine.reports_success)
+    return EpisodeResults(own, trajectories, places, rows, starts, ranges=ranges)
 
 
-def _warn_of_failures(errors: Sequence[str | None], rank: int) -> None:
+def _warn_of_failures(errors: Sequence[str | None]) -> None:
     """Say how many episodes failed, and the most frequent error."""
     failed = Counter(error for error in errors if error is not None)
-    if failed and rank == 0:
+    if failed:
         share = "All" if failed.total() == len(errors) else f"{failed.total()} of"
         (error, count), *_ = failed.most_common()
         logger.warning(

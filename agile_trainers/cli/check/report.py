@@ -79,9 +79,9 @@ class Run:
             return int(self.gpu_memory * 2**30)
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
-    def specs(self) -> list[EpisodeSpec]:
-        """Return the episodes to play, the same in every check."""
-        return evaluation_episodes(self.args.seed, self.episodes, self.rows)
+    def specs(self, attempts: int = 1) -> list[EpisodeSpec]:
+        """Return the episodes to play, the same in every check, each as often as ``attempts`` says."""
+        return evaluation_episodes(self.args.seed, self.episodes, self.rows, attempts=attempts)
 
     @property
     def options(self) -> EpisodeOptions:

@@ -40,7 +40,6 @@ from agile_trainers.envs.base import Environment
 from agile_trainers.envs.checker import check_environment, describe_error
 from agile_trainers.envs.scripted_policies import known_policies
 from agile_trainers.evaluation.diagnosis import BY_NAME, findings_before
-from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.evaluation.statistics import within
 from agile_trainers.judges.questions import GROUP
 from agile_trainers.monitor.reporting import training_summary
@@ -132,7 +131,7 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the first episode, played again with the same noise, differs: {differs}.")
     else:
         report.line("the first episode, played again with the same noise, made the same calls", "repeats")
-    others = evaluation_episodes(run.args.seed, POLICY_EPISODES, run.rows)
+    others = replace(run, episodes=POLICY_EPISODES).specs()
     try:
         scores = policy_scores(run.factory, known_policies(run.factory()), others)
     except Exception as error:  # the agent's own, or its policy's
