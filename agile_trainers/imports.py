@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +76,13 @@ def import_named(module: str) -> ModuleType:
             f"The module {module!r} cannot be imported: {type(error).__name__}: {error} ({file}, line {line}). "
             "Correct it, or name another module."
         ) from error
+
+
+def unbound(function: Any) -> Any:
+    """Return what a partial function calls, or the function itself."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def find_model_folder(name: str, option: str) -> Path | None:

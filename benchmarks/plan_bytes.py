@@ -33,7 +33,8 @@ from trl import ModelConfig
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, trace
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
+from agile_trainers.cli.check.tracing import MemoryPlan, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, capacity
 from agile_trainers.trainers import MultiTurnGRPOConfig

@@ -1259,7 +1259,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of rewards stay on their process", "step/credit.py",
-        "gather_rows(accelerator, *weights)", "weights",
+        "inputs.mask = inputs.mask.bool()",
+        "inputs.mask = inputs.mask.bool(); inputs.weights = own.weights",
         "tests/trainers/test_two_processes.py -k ahead",
     ),
     Mutation(
@@ -1379,7 +1380,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks not reduced", "step/credit.py",
-        "gather_rows(\n        accelerator, own.rew", "(\n        own.rew", "tests/trainers/test_two_processes.py",
+        "gather_rows(accelerator, *(getattr(own, name)", "(*(getattr(own, name)",
+        "tests/trainers/test_two_processes.py",
     ),
     Mutation(
         "value loss not counted over ranks", "step/critic.py",
@@ -1454,7 +1456,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the tokens of all processes divide the loss of one", "step/loss.py",
-        "clamp(min=1.0) / processes", "clamp(min=1.0)", f"{OWN_LOSS} -k by_hand",
+        "clamp(min=1.0) / accelerator.num_processes", "clamp(min=1.0)", f"{OWN_LOSS} -k by_hand",
     ),
     Mutation(
         "an update is divided by the tokens of its whole generation batch", "step/loss.py",
@@ -1468,8 +1470,8 @@ MUTATIONS = [
     ),
     Mutation(
         "accumulated micro-batches of an own loss are summed", "step/loss.py",
-        "accumulation=accumulation, processes=processes\n    )\n    return total",
-        "accumulation=1, processes=processes\n    )\n    return total",
+        "whole, args, accelerator, accumulation)\n    return total",
+        "whole, args, accelerator, 1)\n    return total",
         f"{OWN_LOSS}::test_a_run_takes_trls_steps[accumulated-constant]",
     ),
     Mutation(
@@ -1619,8 +1621,8 @@ MUTATIONS = [
         "self.rows = self._fewest(self.rows)", "pass", "tests/trainers/test_out_of_memory.py -k two_processes",
     ),
     Mutation(
-        "a resumed run decodes other episodes at the same time", "checkpoints/record.py",
-        '"rows": rollout.rows,', '"rows": None,', "tests/trainers/test_out_of_memory.py -k resumed",
+        "a resumed run decodes other episodes at the same time", "trainers/setup.py",
+        '"rows": parts.sampler.rows,', '"rows": None,', "tests/trainers/test_out_of_memory.py -k resumed",
     ),
     Mutation(
         "an engine's profile run reads the whole context", "rollout/generators/base.py",
@@ -1927,7 +1929,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run forgets what it found out about packing", "trainers/setup.py",
-        "parts.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
+        'parts.packer.state = PackingState(**states.get("packing", {}))', "pass", f"{PACKING} -k killed",
     ),
     Mutation(
         "packed rows that differ are used", "packing/packer.py",
@@ -2700,7 +2702,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a pushed checkpoint holds the episodes it was training on", "checkpoints/hub.py",
-        "patterns += [*STATE_FILES, CARD, CURVE]", 'patterns += [*STATE_FILES, "rollout/*", CARD, CURVE]',
+        "(*FURTHER_FILES, *STATE_FILES, CARD, CURVE)", '(*FURTHER_FILES, *STATE_FILES, "rollout/*", CARD, CURVE)',
         "tests/trainers/test_hub.py -k what_is_pushed",
     ),
     Mutation(
@@ -3005,7 +3007,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run forgets its diagnosis", "trainers/setup.py",
-        "parts.health.restore(rollout.health)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
+        'parts.health.restore(states.get("watch", {}))', "pass",
+        "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",
@@ -3512,7 +3515,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
     Mutation(
-        "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
+        "keys of ended agents stay in the open rollout", "rollout/agents/requests.py",
         'del self._episodes[key]', 'key.upper()',
         "tests/rollout/agents/test_pausing.py -k leave_nothing",
     ),
@@ -3813,13 +3816,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum of rewards forgets the weights of reward functions", "step/reward.py",
-        "return totals(rewards, self.weights)", "return totals(rewards, self.weights * 0 + 1)",
+        "weighted = rewards * self.weights.to(rewards.device)\n        return", "weighted = rewards\n        return",
         "tests/trainers/test_reward_functions.py -k checkpoint",
     ),
     Mutation(
         "evaluation forgets the weights of reward functions", "step/reward.py",
-        "return reward_summary(rewards, self.weights, self.names)",
-        "return reward_summary(rewards, self.weights * 0 + 1, self.names)",
+        'columns = {"reward": self.totals(rewards)}', 'columns = {"reward": rewards.nansum(dim=1)}',
         "tests/trainers/test_reward_functions.py -k checkpoint",
     ),
     Mutation(
@@ -3996,7 +3998,7 @@ MUTATIONS = [
     ),
     Mutation(
         "policies that are compared share their sampling noise", "evaluation/results.py",
-        "replace(spec, stream=(*spec.stream[:-1], attempt, *own))", "replace(spec, stream=(*spec.stream[:-1], attempt))",
+        "(seed, domain, 0, number, n, *own)", "(seed, domain, 0, number, n)",
         "tests/evaluation/test_comparison.py -k share_all_but",
     ),
     Mutation(
@@ -4276,8 +4278,8 @@ MUTATIONS = [
         "tests/trainers/test_two_processes.py -k tasks",
     ),
     Mutation(
-        "a checkpoint forgets the counts of tasks", "checkpoints/record.py",
-        'state.get("packing", {}), state.get("tasks", {})', 'state.get("packing", {}), {}',
+        "a checkpoint forgets the counts of tasks", "trainers/setup.py",
+        'parts.rollouts.restore(states.get("tasks", {}))', "parts.rollouts.restore({})",
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step -k tasks",
     ),
     Mutation(
@@ -4335,8 +4337,8 @@ MUTATIONS = [
     ),
     Mutation(
         "no next call of other processes", "step/credit.py",
-        "following = torch.where(following < 0, rewards.size(1), following)",
-        "following = torch.full_like(following, rewards.size(1))", f"{FORESTS} -k own_prompt",
+        "torch.where(inputs.following < 0, inputs.rewards.size(1), inputs.following)",
+        "torch.full_like(inputs.following, inputs.rewards.size(1))", f"{FORESTS} -k own_prompt",
     ),
     Mutation(
         "an empty pass counts in the metrics", "train_batch.py",
@@ -4492,7 +4494,7 @@ MUTATIONS = [
         f"{SERVER} -k headers_say",
     ),
     Mutation(
-        "a program's key sets its reward", "rollout/agents/rollout.py",
+        "a program's key sets its reward", "rollout/agents/requests.py",
         'self._find(key, "reward_key")', "self._find(key)",
         "tests/rollout/agents/test_faults.py -k own_reward",
     ),

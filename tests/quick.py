@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import astuple, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ from torch import nn
 from transformers import PretrainedConfig, StopStringCriteria
 
 from agile_trainers.checkpoints import model_card
-from agile_trainers.cli.check import memory_plan
-from agile_trainers.cli.check.tracing import Shape, Step
+from agile_trainers.cli.check import tracing
+from agile_trainers.cli.check.tracing import MemoryPlan, Step
 
 
 def make_quick() -> None:
@@ -101,16 +100,17 @@ def _seed_without_stacks() -> None:
 
 def _trace_equal_steps_once() -> None:
     """Plan the memory of equal steps of a model once: a trace takes a quarter of a second, and a check makes several."""
-    trace, steps = memory_plan.trace_step, dict[Any, Step]()
+    trace, steps = tracing.trace, dict[Any, Step]()
 
-    def traced(config: PretrainedConfig, shape: Shape, **options: Any) -> Step:
-        adapters = shape.peft_config and repr(sorted(shape.peft_config.to_dict().items(), key=str))
-        key = (config.to_json_string(), adapters, astuple(replace(shape, peft_config=None)), repr(options))
+    def traced(config: PretrainedConfig, plan: MemoryPlan) -> Step:
+        adapters = plan.peft_config and repr(sorted(plan.peft_config.to_dict().items(), key=str))
+        numbers = plan.rows, plan.tokens, plan.computes, plan.autocast, plan.dropout, plan.trust_remote_code
+        key = config.to_json_string(), adapters, numbers
         if key not in steps:
-            steps[key] = trace(config, shape, **options)
+            steps[key] = trace(config, plan)
         return deepcopy(steps[key])
 
-    memory_plan.trace_step = traced
+    tracing.trace = traced  # before it is imported by name
 
 
 def _collect_garbage_before_each_tenth_run() -> None:

@@ -11,7 +11,8 @@ import yaml
 from transformers import Qwen2Config
 from trl import ModelConfig
 
-from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, planned_server, trace
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, planned_server
+from agile_trainers.cli.check.tracing import trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.train import MultiTurnScriptArguments
 from agile_trainers.embedded import make_tokenizer

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
 from agile_trainers.cli.check import command as check
-from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, serving, trace
+from agile_trainers.cli.check.memory_plan import estimate_memory, readable, serving
+from agile_trainers.cli.check.tracing import Engine, MemoryPlan, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.generators.base import tokens_of_a_step

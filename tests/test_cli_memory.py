@@ -20,7 +20,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import ModelConfig, get_peft_config
 
-from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, readable
+from agile_trainers.cli.check.tracing import MemoryPlan
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.generators.transformers import generator as generator_module
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer

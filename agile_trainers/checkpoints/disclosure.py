@@ -236,7 +236,7 @@ def withheld(name: str, value: Any) -> str:
     Returns:
         ``"<str, withheld: KEY-DIGEST>"``, with hexadecimal names of key and value; without them if no key can be stored.
     """
-    digest = keyed_digest("value", json.dumps([name, value], sort_keys=True))
+    digest = keyed_digest(json.dumps([name, value], sort_keys=True))
     return f"<{type(value).__name__}, withheld{'' if digest is None else ': ' + '-'.join(digest)}>"
 
 

@@ -397,11 +397,8 @@ class HubPushes:
     def _patterns(self, path_in_repo: str | None) -> list[str]:
         processing = self._trainer.processing_class
         vocabulary = getattr(getattr(processing, "tokenizer", processing), "vocab_files_names", {}).values()
-        patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
-        if path_in_repo is not None:
-            patterns += FURTHER_FILES
-            patterns += [*STATE_FILES, CARD, CURVE]
-        return patterns
+        of_checkpoint = () if path_in_repo is None else (*FURTHER_FILES, *STATE_FILES, CARD, CURVE)
+        return [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary, *of_checkpoint]
 
     def _replaced(self, folder: Path, path_in_repo: str | None) -> list[str] | None:
         """Return patterns of what is deleted where a folder is pushed: an earlier run's files that may be read with it.

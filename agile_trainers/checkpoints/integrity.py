@@ -100,12 +100,11 @@ def _digest(key: bytes, files: dict[str, Any]) -> str:
     return hmac.new(key, json.dumps(files, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
-def keyed_digest(purpose: str, text: str) -> tuple[str, str] | None:
+def keyed_digest(text: str) -> tuple[str, str] | None:
     """Compute an HMAC with this user's key, of which nobody else can guess the text.
 
     Args:
-        purpose: What the digest is for; a digest for one purpose is none for another, nor a signature.
-        text: The text.
+        text: The text. Its digest is no signature of a checkpoint's files.
 
     Returns:
         Hexadecimal names of the key (8 digits) and the text (32 digits); None if no key can be stored.
@@ -115,7 +114,7 @@ def keyed_digest(purpose: str, text: str) -> tuple[str, str] | None:
     except OSError:
         return None
     named, digest = (
-        hmac.new(key, f"{kind}\0{purpose}\0{content}".encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        hmac.new(key, f"{kind}\0value\0{content}".encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
         for kind, content in (("key", ""), ("digest", text))
     )
     return named[:8], digest[:32]

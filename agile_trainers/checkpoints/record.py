@@ -89,20 +89,10 @@ class RolloutState:
     """Micro-steps taken."""
     micro_batches: list[Batch] | None
     """Micro-batches of the current generation batch; None at its start."""
-    health: dict[str, Any] = field(default_factory=dict)
-    """State of a :class:`~agile_trainers.monitor.health_checks.HealthChecks`."""
-    skipped_steps: dict[str, int] = field(default_factory=dict)
-    """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
-    token_budget: int | None = None
-    """Tokens of a forward pass of the update; None if that is not decided."""
-    rows: int | None = None
-    """Episodes that are decoded at the same time; None for all."""
+    parts: dict[str, Any]
+    """States of the parts of a run as JSON, by their names in ``position.json``; an earlier release wrote fewer."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
     """Records of the current generation batch, rows of :data:`agile_trainers.records.schema.EPISODE`."""
-    packing: dict[str, Any] = field(default_factory=dict)
-    """The run's :class:`~agile_trainers.packing.packer.PackingState`."""
-    tasks: dict[str, Any] = field(default_factory=dict)
-    """State of a :class:`~agile_trainers.step.play.GroupRollouts`."""
     ahead: AheadState | None = None
     """Batches that are played ahead; None without any."""
     successes: dict[str, Any] = field(default_factory=dict)
@@ -468,27 +458,24 @@ class RunCheckpoints:
         (folder / _ROLLOUT).mkdir(parents=True, exist_ok=True)
         if position:
             file = folder / _ROLLOUT / f"rank-{self._trainer.accelerator.process_index}.safetensors"
-            save_file(_flat(rollout.micro_batches or []), file)
+            # Micro-batches are views of one tensor, which safetensors does not write.
+            own = [
+                {name: value.contiguous().clone() for name, value in one.items()} for one in rollout.micro_batches or ()
+            ]
+            save_file(_flat(dict(enumerate(own)), "."), file)
             if rollout.episodes:
                 write_episodes(file.with_suffix(".parquet"), rollout.episodes)
         if rollout.ahead is not None and rollout.ahead.batches:
             write_json(folder / _ROLLOUT / self._ahead_file, {"batches": rollout.ahead.batches})
             if self._args.should_save:
-                versions = rollout.ahead.weights.items()
-                flat = {f"{version}/{name}": weight for version, named in versions for name, weight in named.items()}
-                save_file(flat, folder / _ROLLOUT / _SNAPSHOTS)
+                save_file(_flat(rollout.ahead.weights, "/"), folder / _ROLLOUT / _SNAPSHOTS)
         if self._args.should_save:
             if rollout.successes:
                 write_json(folder / _ROLLOUT / _SUCCESSES, {"kept": rollout.successes})
             state = {
                 "generation": generation,
                 "position": position,
-                "watch": rollout.health,
-                "skipped_steps": rollout.skipped_steps,
-                "pass_tokens": rollout.token_budget,
-                "rows": rollout.rows,
-                "packing": rollout.packing,
-                "tasks": rollout.tasks,
+                **rollout.parts,
                 "successes": len(rollout.successes),
                 "ahead": [] if rollout.ahead is None else [one["generation"] for one in rollout.ahead.batches],
                 "geometry": self._geometry(),
@@ -520,41 +507,26 @@ class RunCheckpoints:
 
     def load_rollout(self, checkpoint: str) -> RolloutState:
         """Load the position in the rollouts that :meth:`saving` saved for this process."""
-        folder = Path(checkpoint) / _ROLLOUT
+        folder, device = Path(checkpoint) / _ROLLOUT, str(self._args.device)
         state = read_json(folder / _POSITION)
         micro_batches, episodes = None, []
         if state["position"]:
             file = folder / f"rank-{self._trainer.accelerator.process_index}.safetensors"
-            try:
-                micro_batches = _nested(load_file(file, device=str(self._args.device)))
+            with _readable(file):
+                micro_batches = [batch for _, batch in sorted(_nested(load_file(file, device=device), ".").items())]
                 if file.with_suffix(".parquet").is_file():
                     episodes = read_rows(file.with_suffix(".parquet"))
-            except (SafetensorError, ValueError, OSError) as error:
-                raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
-        steps = state["generation"] * self._every + state["position"]
-        ahead = self._load_ahead(folder)
-        others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens"), state.get("rows")
-        packing, tasks = state.get("packing", {}), state.get("tasks", {})
-        there = state.get("successes")
-        successes = read_form(folder / _SUCCESSES, SUCCESSES_FORM)["kept"] if there else {}
-        return RolloutState(steps, micro_batches, *others, episodes, packing, tasks, ahead, successes)
+        steps, ahead = state["generation"] * self._every + state["position"], None
+        if (folder / self._ahead_file).is_file():
+            with _readable(folder / _SNAPSHOTS):
+                weights = _nested(load_file(folder / _SNAPSHOTS, device=device), "/")
+            ahead = AheadState(read_json(folder / self._ahead_file)["batches"], weights)
+        successes = read_form(folder / _SUCCESSES, SUCCESSES_FORM)["kept"] if state.get("successes") else {}
+        return RolloutState(steps, micro_batches, state, episodes, ahead, successes)
 
     @property
     def _ahead_file(self) -> str:
         return f"ahead-{self._trainer.accelerator.process_index}.json"
-
-    def _load_ahead(self, folder: Path) -> AheadState | None:
-        if not (folder / self._ahead_file).is_file():
-            return None
-        weights: dict[int, dict[str, torch.Tensor]] = {}
-        try:
-            flat = load_file(folder / _SNAPSHOTS, device=str(self._args.device))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{folder / _SNAPSHOTS} cannot be read: {type(error).__name__}: {error}.") from error
-        for key, weight in flat.items():
-            version, _, name = key.partition("/")
-            weights.setdefault(int(version), {})[name] = weight
-        return AheadState(read_json(folder / self._ahead_file)["batches"], weights)
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""
@@ -607,15 +579,23 @@ def _move_into_place(building: Path, folder: Path) -> None:
         building.parent.rmdir()
 
 
-def _flat(micro_batches: list[Batch]) -> dict[str, torch.Tensor]:
-    named = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in batch.items()}
-    # Micro-batches are views of one tensor, which safetensors does not write.
-    return {name: value.contiguous().clone() for name, value in named.items()}
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-def _nested(tensors: dict[str, torch.Tensor]) -> list[Batch]:
-    micro_batches: dict[int, Batch] = {}
-    for name, value in tensors.items():
-        index, _, column = name.partition(".")
-        micro_batches.setdefault(int(index), {})[column] = value
-    return [micro_batches[index] for index in sorted(micro_batches)]
+def _flat(parts: Mapping[int, Mapping[str, Any]], mark: str) -> dict[str, torch.Tensor]:
+    """Name the tensors of numbered parts for one file of safetensors, by number, mark and name."""
+    return {f"{number}{mark}{name}": value for number, own in parts.items() for name, value in own.items()}
+
+
+def _nested(tensors: Mapping[str, torch.Tensor], mark: str) -> dict[int, dict[str, Any]]:
+    """Part the tensors that :func:`_flat` has named."""
+    parts: dict[int, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        number, _, name = key.partition(mark)
+        parts.setdefault(int(number), {})[name] = value
+    return parts

@@ -29,6 +29,7 @@ from agile_trainers.envs.base import call_error
 from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import NONE, in_namespaces, require_programs
+from agile_trainers.imports import unbound
 
 MAX_TURNS, CONTEXT_FULL = "max_turns_reached", "context_length_exceeded"
 """Codes of refusals that a limit of the run causes."""
@@ -294,9 +295,8 @@ def is_agent(factory: Any) -> bool:
 
 def agent_of(factory: Any) -> Agent | None:
     """Return the agent behind a factory, None if it is another environment's."""
-    while isinstance(factory, partial):
-        factory = factory.func
-    return factory if isinstance(factory, Agent) else None
+    made = unbound(factory)
+    return made if isinstance(made, Agent) else None
 
 
 def _check_call(solve: Any, arguments: Mapping[str, Any] | None = None) -> None:

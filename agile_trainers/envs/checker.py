@@ -326,13 +326,18 @@ def _as_stored(kind: type) -> type | None:
 
 def describe_error(error: BaseException) -> str:
     """Describe an exception by its type and message in at most 2,000 characters, even if its ``__str__`` raises."""
-    try:
-        message = plain_text(str(error))
-    except BaseException as second:
-        pass_on_interrupt(second)
-        message = f"<its __str__ raises {type(second).__name__}>"
+    message = _said(str, error)
     message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
     return f"{type(error).__name__}: {message}"
+
+
+def _said(write: Callable[[Any], str], value: Any) -> str:
+    """Return what ``str`` or ``repr`` says of a value of a user's class, even if it raises."""
+    try:
+        return plain_text(write(value))
+    except BaseException as error:
+        pass_on_interrupt(error)
+        return f"<its {write.__name__} raises {type(error).__name__}>"
 
 
 def describe_failure(error: BaseException) -> str:
@@ -353,11 +358,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _describe(value: Any) -> str:
-    try:
-        text = plain_text(repr(value))
-    except BaseException as error:
-        pass_on_interrupt(error)
-        text = f"<its repr raises {type(error).__name__}>"
+    text = _said(repr, value)
     text = text if len(text) <= 80 else text[:77] + "..."
     kind = f"tuple of {len(value)} items" if isinstance(value, tuple) else type(value).__name__
     return f"{text} ({kind})"

@@ -30,7 +30,7 @@ from typing import Any, cast
 from agile_trainers.envs.agent import Agent, CommandAgent
 from agile_trainers.envs.base import EnvironmentFactory, call_error, check_no_text_for_booleans
 from agile_trainers.envs.libraries import LIBRARIES
-from agile_trainers.imports import NotThereError, load_named, nearest
+from agile_trainers.imports import NotThereError, load_named, nearest, unbound
 from agile_trainers.records.plain import stable_json
 
 _NAME = re.compile(r"\w[\w.-]*")
@@ -51,7 +51,7 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
     if not name or ":" in name:
         raise ValueError(f"An environment's name must be non-empty and contain no colon, got {name!r}.")
     if _registered.get(name, factory) is not factory:
-        raise ValueError(f"An environment named {name!r} is registered already: {_unbound(_registered[name])!r}.")
+        raise ValueError(f"An environment named {name!r} is registered already: {unbound(_registered[name])!r}.")
     _registered[name] = factory
 
 
@@ -78,7 +78,7 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
         ImportError: If the library behind the id is not installed (the message names the command that installs it).
     """
     if not isinstance(environment, str):
-        return _bind(environment, kwargs, repr(_unbound(environment)))
+        return _bind(environment, kwargs, repr(unbound(environment)))
     made = IdentifiedFactory(_find(environment, kwargs))
     made.id, made.arguments = environment, kwargs
     return made
@@ -182,13 +182,6 @@ def _identified(identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if "://" in identity:
         identity, arguments = library, {"address": address, **arguments}
     return {"environment": identity, "environment_arguments": stable_json(dict(arguments))}
-
-
-def _unbound(environment: Any) -> Any:
-    """Return what a partial function calls, whose ``repr`` shows no arguments."""
-    while isinstance(environment, functools.partial):
-        environment = environment.func
-    return environment
 
 
 def _named(kwargs: Mapping[str, Any]) -> str:

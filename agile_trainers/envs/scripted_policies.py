@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from agile_trainers.envs.agent import AgentEnvironment
 from agile_trainers.envs.base import Environment, Observation, as_messages, bound
 from agile_trainers.envs.checker import validate_end, validate_reset, validate_step
+from agile_trainers.imports import unbound
 from agile_trainers.types import Message
 
 ScriptedPolicy = Callable[[list[Message], random.Random], str]
@@ -101,9 +101,7 @@ def known_policies(environment: Environment) -> dict[str, ScriptedPolicy]:
         Policies by name: ``random`` plays in the right format and ignores the state, ``expert`` plays as well as possible.
         Empty if there are none.
     """
-    made: Any = environment.solve if isinstance(environment, AgentEnvironment) else type(environment)
-    while isinstance(made, partial):
-        made = made.func
+    made = unbound(environment.solve if isinstance(environment, AgentEnvironment) else type(environment))
     module = sys.modules.get(getattr(made, "__module__", ""))
     own = getattr(environment, "scripted_policies", None)
     policies = own() if own is not None else {}

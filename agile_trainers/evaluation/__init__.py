@@ -7,14 +7,6 @@ from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
 
 __all__ = [
-    "Comparison",
-    "EpisodeOptions",
-    "EpisodeResults",
-    "Estimate",
-    "PolicySummary",
-    "SamplingSettings",
-    "VllmSampler",
-    "compare_policies",
-    "evaluate_policy",
-    "summarize_policy",
-]
+    "Comparison", "EpisodeOptions", "EpisodeResults", "Estimate", "PolicySummary", "SamplingSettings", "VllmSampler",
+    "compare_policies", "evaluate_policy", "summarize_policy",
+]  # fmt: skip

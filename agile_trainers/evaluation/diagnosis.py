@@ -348,8 +348,6 @@ def _of_sampling(history: MetricHistory, options: Any, text: str) -> Evidence:
 
 
 def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
-    if "success_doubtful" in history.notes:
-        return Evidence(history.notes["success_doubtful"])
     first, now = history.earliest.get("success", [])[:BATCHES], history.last("success", BATCHES)
     lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("min", "max"))
     if not (history.patience and now and lowest and highest) or min(*first, *now) < 1.0 or _incomplete(history):
@@ -682,8 +680,6 @@ def _giving_up_pays(history: MetricHistory, options: Any) -> Evidence | None:
 
 
 def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | None:
-    if "reward_misses_success" in history.notes:
-        return Evidence(history.notes["reward_misses_success"])
     values = history.latest.get("reward_success_correlation", [])[-2 * UPDATES :]
     if history.patience and len(values) >= BATCHES:
         mean, error = fmean(values), (_variance(values) / len(values)) ** 0.5

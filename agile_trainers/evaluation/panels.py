@@ -22,6 +22,7 @@ from agile_trainers.envs.checker import validate_reset
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.evaluation.results import EpisodeResults, EpisodeStart, evaluation_episodes
+from agile_trainers.imports import unbound
 from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.episode_options import EpisodeOptions
@@ -271,13 +272,8 @@ def _version(environment: str, factory: EnvironmentFactory) -> dict[str, str]:
     Raises:
         ValueError: If the source of a module cannot be read.
     """
-    function: Any = factory
-    while hasattr(function, "func"):
-        function = function.func
-    agent = agent_of(factory)
-    made = agent.solve if agent is not None else factory()
-    while hasattr(made, "func"):
-        made = made.func
+    function, agent = unbound(factory), agent_of(factory)
+    made = unbound(factory() if agent is None else agent.solve)
     named = made if hasattr(made, "__qualname__") else type(made)
     modules = {one.__module__ for one in (function, named, *_classes(made))} - sys.stdlib_module_names
     if callable(close := getattr(made, "close", None)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 256
+"""Answers that vLLM decodes at the same time, unless another number is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,36 +61,6 @@ class ServedModel:
     """Weights and configuration of its adapter; None for a model without one."""
     rank: int
     """Rank with which vLLM must be started for the adapter; 0 without one."""
-
-    @contextmanager
-    def generator(
-        self,
-        tokenizer: Any,
-        eos_token_ids: list[int],
-        settings: SamplingSettings,
-        max_model_length: int,
-        at_once: int | None = None,
-    ) -> Iterator[Generator]:
-        """Serve the policy and make a generator on the engine.
-
-        Args:
-            tokenizer: The policy's.
-            eos_token_ids: Tokens that end an answer.
-            settings: Sampling options.
-            max_model_length: Tokens of a conversation.
-            at_once: Answers that are decoded at the same time. Default: 256.
-
-        Raises:
-            ValueError: If vLLM cannot serve the policy or take the settings.
-        """
-        from agile_trainers.rollout.generators.vllm.engine import VllmGenerator, check_settings
-
-        check_settings(settings)  # before an engine is started
-        engine = self.sampler.serve(self, max_model_length, _AT_ONCE if at_once is None else at_once)
-        with closing(
-            VllmGenerator(engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
-        ) as made:
-            yield made
 
 
 class VllmSampler:
@@ -409,18 +380,11 @@ def evaluate_policy(
     options.check_answers(settings.min_new_tokens)
     policy, tokenizer = _loaded(model, tokenizer, device, model_init_kwargs)
     processor, tokenizer = tokenizer, _tokenizer_in(tokenizer, policy)
-    state, pool = PartialState(), options.make_pool(factories)
+    pool = options.make_pool(factories)
     with closing(pool), preserved_random_state():
         engine = _tried_engine(policy, processor, pool, options, specs, append_final_observation)
-        results = play_evaluation(
-            engine,
-            _generator(policy, tokenizer, engine, settings, generation_chunk_size),
-            specs,
-            rank=state.process_index,
-            world_size=state.num_processes,
-            on_finish=on_finish,
-        )
-        return replace(results, greedy=not settings.do_sample)
+        generator = _generator(policy, tokenizer, engine, settings, generation_chunk_size)
+        return replace(play_evaluation(engine, generator, specs, on_finish), greedy=not settings.do_sample)
 
 
 def check_evaluation(
@@ -503,33 +467,29 @@ def _tokenizer_in(given: Any, policy: Any) -> Any:
     return given.tokenizer
 
 
+@contextmanager
 def _generator(
     model: Any, tokenizer: Any, engine: RolloutEngine, settings: SamplingSettings, at_once: int | None
-) -> AbstractContextManager[Generator]:
-    """A generator of an engine's actions."""
-    ends = engine.chat.eos_token_ids
-    if isinstance(model, ServedModel):
-        return model.generator(tokenizer, ends, settings, engine.limits.max_model_length, at_once)
-    return _on_transformers(model, tokenizer, ends, settings, at_once)
-
-
-@contextmanager
-def _on_transformers(
-    model: Any, tokenizer: Any, eos_token_ids: list[int], settings: SamplingSettings, at_once: int | None
 ) -> Iterator[Generator]:
-    """A generator on a model, which is in eval mode meanwhile."""
+    """A generator of an engine's actions, on vLLM or on the model itself, which is in eval mode meanwhile.
+
+    Raises:
+        ValueError: If vLLM cannot serve the policy or take the settings.
+    """
+    own: dict[str, Any] = {"eos_token_ids": engine.chat.eos_token_ids, "settings": settings, "tokenizer": tokenizer}
+    if isinstance(model, ServedModel):
+        from agile_trainers.rollout.generators.vllm.engine import VllmGenerator, check_settings
+
+        check_settings(settings)  # before an engine is started
+        served = model.sampler.serve(model, engine.limits.max_model_length, _AT_ONCE if at_once is None else at_once)
+        with closing(VllmGenerator(served, **own)) as made:
+            yield made
+        return
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        yield TransformersGenerator(
-            model,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad,
-            settings=settings,
-            tokenizer=tokenizer,
-            max_batch_size=at_once,
-        )
+        yield TransformersGenerator(model, pad_token_id=pad, max_batch_size=at_once, **own)
     finally:
         for module, training in modes.items():
             module.training = training

@@ -11,6 +11,7 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
@@ -19,7 +20,7 @@ from agile_trainers.records.plain import content_digest
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
-from agile_trainers.rollout.seeds import EVALUATION, Mixture, evaluation_specs
+from agile_trainers.rollout.seeds import EVALUATION, Mixture, environment_seed
 from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory, keyed
 
@@ -279,7 +280,7 @@ def evaluation_episodes(
         seed: The same seed gives the same episodes.
         episodes: Their number, of different seeds.
         rows: Handed to ``reset`` in order, again and again. None: the environment gets seeds only.
-        mixture: Of several environments.
+        mixture: Of several environments. Without rows, each plays the same episodes as in a run of its own.
         attempts: Times that each is played, with sampling noise of its own.
         sampling_seed: Seed of the sampling noise, besides ``seed``, which the environments get. Policies with different ones
             play the same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
@@ -294,21 +295,23 @@ def evaluation_episodes(
         raise ValueError(
             f"An evaluation needs a row, an episode and an attempt at least, got {episodes=}, {attempts=}."
         )
-    own = () if sampling_seed is None else (sampling_seed,)
-    return [
-        replace(spec, stream=(*spec.stream[:-1], attempt, *own))
-        for spec in evaluation_specs(seed, episodes, options, 0, 1, mixture, domain=domain)
-        for attempt in range(attempts)
-    ]
+    places: list[tuple[str | None, int]] = [(None, number) for number in range(episodes)]
+    if mixture is not None and options is None:
+        places = [*mixture.evaluated(episodes)]
+    specs, own = list[EpisodeSpec](), () if sampling_seed is None else (sampling_seed,)
+    for index, (name, number) in enumerate(places):
+        row = None if options is None else dict(options[index % len(options)])
+        if mixture is not None and row is not None:
+            name, row = mixture.of_row(row, "eval_dataset")
+        start = environment_seed(seed, domain, 0, number)
+        specs += [EpisodeSpec(start, (seed, domain, 0, number, n, *own), row, name) for n in range(attempts)]
+    return specs
 
 
 def play_evaluation(
     engine: RolloutEngine,
     generator: AbstractContextManager[Generator],
     specs: Sequence[EpisodeSpec],
-    *,
-    rank: int,
-    world_size: int,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> EpisodeResults:
     """Play this process's share of an evaluation, and gather the rows of all.
@@ -317,17 +320,21 @@ def play_evaluation(
         engine: Plays the episodes.
         generator: Samples their actions.
         specs: The episodes of all processes.
-        rank: Index of this process.
-        world_size: Number of processes.
         on_finish: Called with each of this process's episodes when it ends.
     """
     with generator as made:
-        trajectories = engine.run(list(specs[rank::world_size]), made, on_finish)
-    return gather_evaluation(engine, trajectories, specs, rank=rank, world_size=world_size)
+        trajectories = engine.run([specs[place] for place in _own_places(specs)], made, on_finish)
+    return gather_evaluation(engine, trajectories, specs)
+
+
+def _own_places(specs: Sequence[EpisodeSpec]) -> range:
+    """Return the places of this process's episodes among those of all processes."""
+    state = PartialState()
+    return range(state.process_index, len(specs), state.num_processes)
 
 
 def gather_evaluation(
-    engine: RolloutEngine, trajectories: list[Trajectory], specs: Sequence[EpisodeSpec], *, rank: int, world_size: int
+    engine: RolloutEngine, trajectories: list[Trajectory], specs: Sequence[EpisodeSpec]
 ) -> EpisodeResults:
     """Gather the rows of all processes, each of which has left its generator: processes may share an engine.
 
@@ -335,31 +342,29 @@ def gather_evaluation(
         engine: Has played the episodes.
         trajectories: Those of this process.
         specs: The episodes of all processes.
-        rank: Index of this process.
-        world_size: Number of processes.
     """
-    own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
+    places, is_main = list(_own_places(specs)), PartialState().is_main_process
     played = in_order(places, [(episode_metrics(one), start_of_episode(one), one.error) for one in trajectories])
     rows = [row for row, *_ in played]
     engine.reports_success |= environments_with_success(rows)
-    _warn_of_failures([error for *_, error in played], rank)
-    if rank == 0 and any(_is_training_question(one) for one in trajectories):
+    if is_main:
+        _warn_of_failures([error for *_, error in played])
+    if is_main and any(_is_training_question(one) for one in trajectories):
         logger.warning(
             "The evaluation plays questions of the split 'train', which training plays too: the environment has no "
             "other rows by default. Pass eval_dataset=environment.dataset('test') to the trainer, or split='test' to the "
             "environment."
         )
     ranges = {name: found for name in engine.pool.factories if (found := engine.pool.return_range(name)) is not None}
-    return EpisodeResults(
-        own, trajectories, places, with_success(rows, engine.reports_success), [start for _, start, _ in played],
-        ranges=ranges,
-    )  # fmt: skip
+    own, starts = [specs[place] for place in places], [start for _, start, _ in played]
+    rows = with_success(rows, engine.reports_success)
+    return EpisodeResults(own, trajectories, places, rows, starts, ranges=ranges)
 
 
-def _warn_of_failures(errors: Sequence[str | None], rank: int) -> None:
+def _warn_of_failures(errors: Sequence[str | None]) -> None:
     """Say how many episodes failed, and the most frequent error."""
     failed = Counter(error for error in errors if error is not None)
-    if failed and rank == 0:
+    if failed:
         share = "All" if failed.total() == len(errors) else f"{failed.total()} of"
         (error, count), *_ = failed.most_common()
         logger.warning(

@@ -32,6 +32,7 @@ from agile_trainers.rollout.agents.requests import (
     CalledTool,
     ChatRequest,
     Choice,
+    EpisodeExchange,
     Received,
     Refusal,
     Ticket,
@@ -41,7 +42,6 @@ from agile_trainers.rollout.agents.requests import (
     refuse_request,
     rewarded_too_early,
 )
-from agile_trainers.rollout.agents.rollout import EpisodeExchange
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import Outcome

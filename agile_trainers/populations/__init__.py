@@ -7,19 +7,6 @@ from agile_trainers.populations.population import Population, PopulationError
 from agile_trainers.populations.selection import Halving, Score, Selection, Strategy, Successor, Tournament
 
 __all__ = [
-    "Halving",
-    "HyperparameterConfig",
-    "Lineage",
-    "LineageEvent",
-    "Population",
-    "PopulationError",
-    "Processes",
-    "Range",
-    "Round",
-    "Score",
-    "Selection",
-    "Strategy",
-    "Successor",
-    "Tournament",
-    "split_processes",
-]
+    "Halving", "HyperparameterConfig", "Lineage", "LineageEvent", "Population", "PopulationError", "Processes", "Range",
+    "Round", "Score", "Selection", "Strategy", "Successor", "Tournament", "split_processes",
+]  # fmt: skip

@@ -327,7 +327,7 @@ class Rounds:
         assert engine is not None
         try:
             with preserved_random_state():
-                played = replace(play_evaluation(engine, generator, specs, rank=0, world_size=1), greedy=greedy)
+                played = replace(play_evaluation(engine, generator, specs), greedy=greedy)
                 if self._fitness != REWARD:
                     return played
                 options = with_names([spec.options or {} for spec in specs], specs)

@@ -203,9 +203,21 @@ class Population:
         trainer = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
         measures = ("return", "success", REWARD) if listed_functions(reward_funcs) else ("return", "success")
         fitness = fitness or (REWARD if REWARD in measures else "return")
-        _check(trainer, model, args, members, fitness, measures, max_episodes, max_hours, eval_dataset, peft_config)
+        _check_options(args, trainer)
+        if members < 2:
+            raise ValueError(f"members must be at least 2, got {members}.")
+        if not callable(fitness) and fitness not in measures:
+            raise ValueError(
+                f"fitness must be {', '.join(map(repr, measures))} or a function of an episode, got {fitness!r}."
+            )
+        for name, budget in (("max_episodes", max_episodes), ("max_hours", max_hours)):
+            if budget is not None and not budget > 0:
+                raise ValueError(f"{name} must be above 0, got {budget}.")
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}.")
+        _check_base(model, peft_config)
+        if isinstance(eval_dataset, dict):
+            raise ValueError("eval_dataset must be one data set, since a member has one fitness.")
         self._space = search_space(type(args), hyperparameters)
         _check_values(args, self._space, names_of(environment))
         if eval_dataset is None and (names := names_of(environment)):
@@ -768,32 +780,8 @@ def _going_on(successors: Sequence[Successor], before: Mapping[int, Values]) -> 
     return chosen
 
 
-def _check(
-    trainer: type[MultiTurnTrainer],
-    model: Any,
-    args: Any,
-    members: int,
-    fitness: Any,
-    measures: Sequence[str],
-    max_episodes: int | None,
-    max_hours: float | None,
-    eval_dataset: Any,
-    peft_config: Any,
-) -> None:
-    """Reject arguments that a population cannot use."""
-    if not isinstance(args, trainer.config_class):
-        raise TypeError(
-            f"{trainer.__name__} takes a {trainer.config_class.__name__} as `args`, got {type(args).__name__}."
-        )
-    if members < 2:
-        raise ValueError(f"members must be at least 2, got {members}.")
-    if not callable(fitness) and fitness not in measures:
-        raise ValueError(
-            f"fitness must be {', '.join(map(repr, measures))} or a function of an episode, got {fitness!r}."
-        )
-    for name, budget in (("max_episodes", max_episodes), ("max_hours", max_hours)):
-        if budget is not None and not budget > 0:
-            raise ValueError(f"{name} must be above 0, got {budget}.")
+def _check_base(model: Any, peft_config: Any) -> None:
+    """Reject a base that members cannot share."""
     if not isinstance(model, (str, Path)):
         raise TypeError(
             f"model must be a folder or Hub id, from which the base is loaded once, got {type(model).__name__}."
@@ -811,8 +799,14 @@ def _check(
         raise ValueError(
             f"init_lora_weights={peft_config.init_lora_weights!r} changes the base, which members share. Use the default."
         )
-    if isinstance(eval_dataset, dict):
-        raise ValueError("eval_dataset must be one data set, since a member has one fitness.")
+
+
+def _check_options(args: Any, trainer: type[MultiTurnTrainer]) -> None:
+    """Reject a configuration of another algorithm, and options that a population cannot use."""
+    if not isinstance(args, trainer.config_class):
+        raise TypeError(
+            f"{trainer.__name__} takes a {trainer.config_class.__name__} as `args`, got {type(args).__name__}."
+        )
     refused = {
         "max_steps": (args.max_steps <= 0, "must be the length of one member's run"),
         "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),

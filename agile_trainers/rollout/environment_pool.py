@@ -21,7 +21,7 @@ from typing import Any
 
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound
-from agile_trainers.imports import is_unread, pass_on_interrupt
+from agile_trainers.imports import is_unread, pass_on_interrupt, unbound
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
 
@@ -227,11 +227,10 @@ class EnvironmentPool:
         Raises:
             ValueError: If it is no pair of finite numbers in order.
         """
-        made: Any = self._made[name]
-        while isinstance(made, partial):
-            made = made.func
         # An instance in a process of its own has said at its first reset.
-        asked = next((one for one in (*self._idle[name], made) if hasattr(one, "return_range")), None)
+        asked = next(
+            (one for one in (*self._idle[name], unbound(self._made[name])) if hasattr(one, "return_range")), None
+        )
         return declared_range(asked, self.titles[name])
 
     def end(self, episode: int, reason: str) -> bool:

@@ -163,7 +163,7 @@ class ProcessEnvironment:
         self._calls += 1
         try:
             self._connection.send((self._calls, method, arguments))
-            await _readable(self._connection.fileno())
+            await until_readable(self._connection.fileno())
             number, error, value = self._connection.recv()
             if number != self._calls:  # a second answer to an earlier call, which would shift all later ones
                 self._end()
@@ -182,7 +182,7 @@ class ProcessEnvironment:
 
     async def _ended(self) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(_readable(self._process.sentinel), _CLOSING_SECONDS)
+            await asyncio.wait_for(until_readable(self._process.sentinel), _CLOSING_SECONDS)
 
     def _end(self) -> None:
         self._process.terminate()  # the keeper, which kills the others
@@ -207,7 +207,8 @@ def _let_exit() -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-async def _readable(descriptor: int) -> None:
+async def until_readable(descriptor: int) -> None:
+    """Wait until there is something to read, or a connection to accept."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(descriptor, ready.set)

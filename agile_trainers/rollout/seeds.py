@@ -60,39 +60,6 @@ def training_specs(
     return specs
 
 
-def evaluation_specs(
-    seed: int,
-    count: int,
-    rows: Sequence[dict[str, Any]] | None,
-    rank: int,
-    world_size: int,
-    mixture: Mixture | None = None,
-    *,
-    domain: int = EVALUATION,
-) -> list[EpisodeSpec]:
-    """Return one rank's part of an evaluation's episodes, which are the same in every evaluation.
-
-    Args:
-        seed: The run's seed.
-        count: Number of episodes, over all ranks.
-        rows: The evaluation dataset; its rows repeat in order. None: there is none.
-        rank: Index of this process.
-        world_size: Number of processes.
-        mixture: The environments of a run of several. Without rows, each plays the same episodes as in a run of its own.
-        domain: ``EVALUATION``, ``SELECTION`` or ``HELD_OUT``: each plays other episodes of the same seed.
-    """
-    places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
-    specs = []
-    for index in range(rank, count, world_size):
-        name, number = places[index]
-        row = None if rows is None else dict(rows[index % len(rows)])
-        if mixture is not None and row is not None:
-            name, row = mixture.of_row(row, "eval_dataset")
-        stream = (seed, domain, 0, number, 0)
-        specs.append(EpisodeSpec(environment_seed(seed, domain, 0, number), stream, row, name))
-    return specs
-
-
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Restore the state of Python's, NumPy's and torch's global random generators after the block."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -244,30 +244,24 @@ def gather_turns(
         final_values: (B,), of a critic.
         weights: Of episodes of an earlier policy.
     """
-    own, last = own_turns(batch), batch.turn_mask.size(1)
+    own, last = own_turns(batch, values, final_values, weights), batch.turn_mask.size(1)
+    own.mask, own.linear, own.rewarded = own.mask.long(), batch.linear, batch.rewarded
     # "None" is K of this process until the processes agree on one K; -1 stands for it meanwhile.
-    following = torch.where(batch.following < last, batch.following, -1)
-    # All processes must take the same branch below, though only some may have an episode of several paths.
-    several = torch.full_like(batch.failed, batch.path_ids is not None)
+    own.following = torch.where(batch.following < last, batch.following, -1)
+    # All processes must gather the same, though only some may have an episode of several paths, or an expert's.
     shown = torch.zeros_like(batch.failed) if batch.demonstrations is None else batch.demonstrations
-    rewards, mask, failed, lengths, anchors, environments = gather_rows(
-        accelerator, own.rewards, own.mask.long(), own.failed, own.lengths, own.anchors, own.environments
-    )
-    linear, following, rewarded, several, shown = gather_rows(
-        accelerator, batch.linear, following, batch.rewarded, several, shown
-    )
-    inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
+    several, own.demonstrations = torch.full_like(batch.failed, batch.path_ids is not None), None
+    names = [one.name for one in fields(own) if getattr(own, one.name) is not None]
+    *found, several, shown = gather_rows(accelerator, *(getattr(own, name) for name in names), several, shown)
+    inputs = CreditInputs(**dict(zip(names, found, strict=True)))
+    inputs.mask = inputs.mask.bool()
     paths, experts = torch.stack([several, shown]).any(dim=1).tolist()
+    inputs.demonstrations = shown if experts else None
     if paths:
-        following = torch.where(following < 0, rewards.size(1), following)
-        inputs.linear, inputs.following, inputs.rewarded = linear, following, rewarded
-    if experts:
-        inputs.demonstrations = shown
-    if values is not None:
-        assert final_values is not None
-        inputs.values, inputs.final_values = gather_rows(accelerator, values, final_values)
-    if weights is not None:
-        inputs.weights, inputs.ratios = gather_rows(accelerator, *weights)
+        assert inputs.following is not None
+        inputs.following = torch.where(inputs.following < 0, inputs.rewards.size(1), inputs.following)
+    else:
+        inputs.linear = inputs.following = inputs.rewarded = None
     return inputs
 
 

@@ -96,47 +96,21 @@ def attach_critic(model: Any, args: Any, saved: SavedAdapters | None, *, name: s
 class NoCritic:
     """Takes the place of a critic in a run without one: there are no values, and nothing is added to the loss."""
 
-    def unfreeze(self, model: Any) -> None:
-        """Leave the policy as it is: PEFT keeps it trainable."""
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """Leave everything as it is, and return None where a critic returns what it has read."""
 
-    def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Leave everything as it is."""
-
-    def restore(self, model: Any, folder: Path) -> None:
-        """Leave everything as it is."""
-
-    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, **_: Any) -> None:
-        """Return None: there are no values."""
+    unfreeze = split_groups = restore = read = add_columns = nothing
+    forget_step = count_turns_of_step = count_turns = reading = nothing
 
     def spread(self, credit: Credit, read: CriticValues | None, batch: TurnBatch) -> torch.Tensor:
         """Return the advantages (B, T): each token has that of its turn."""
         return spread_to_tokens(credit.advantages, batch.turn_ids)
 
-    def add_columns(self, output: TrainBatch, read: CriticValues | None, credit: Credit, batch: TurnBatch) -> None:
-        """Leave everything as it is."""
-
-    def forget_step(self) -> None:
-        """Leave everything as it is."""
-
-    def count_turns_of_step(
-        self, step: int, micro_batches: list[Batch], *, drawn: bool, every: int, length: int
-    ) -> None:
-        """Leave everything as it is."""
-
-    def count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
-        """Leave everything as it is."""
-
-    def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading | None:
-        """Return None: the forward pass of the loss reads no values."""
-        return None
-
     def remember(self) -> Callable[[], None]:
         """Return a function that does nothing: forward passes change nothing here."""
-        return lambda: None
+        return self.nothing
 
-    def add_loss(
-        self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch, step: int
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def add_loss(self, policy_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the policy loss."""
         return policy_loss, {}
 

@@ -227,7 +227,7 @@ def _summed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(
-    denominator: Denominator, whole: TrainBatch, args: Any, *, accumulation: int, processes: int
+    denominator: Denominator, whole: TrainBatch, args: Any, accelerator: Accelerator, accumulation: int
 ) -> torch.Tensor | float:
     """Return what the sum over a micro-batch is divided by; it is the same for each of its forward passes.
 
@@ -238,12 +238,12 @@ def divisor(
         denominator: See :class:`LossOutput`.
         whole: The micro-batch of this process.
         args: A ``MultiTurnConfig`` for episodes.
+        accelerator: The trainer's.
         accumulation: Micro-batches of the optimizer step.
-        processes: Number of processes.
     """
     if denominator == "tokens":
         # The count is of the generation batch, of which an optimizer step may be a part.
-        per_process = whole.num_items_in_batch.clamp(min=1.0) / processes
+        per_process = whole.num_items_in_batch.clamp(min=1.0) / accelerator.num_processes
         return per_process * accumulation / args.steps_per_generation
     length = args.max_completion_length if denominator == "constant" else 1
     return float(len(whole.prompt_ids) * length * accumulation)
@@ -299,10 +299,7 @@ def own_loss(
     output = checked_output(loss(inputs), inputs, name)
     found = averages({"entropy": entropies} | output.metrics, inputs.mask, accelerator)
     part.weights |= {metric: weight for metric, (_, weight) in found.items()}
-    processes = accelerator.num_processes
-    total = output.total(inputs.mask) / divisor(
-        output.denominator, whole, args, accumulation=accumulation, processes=processes
-    )
+    total = output.total(inputs.mask) / divisor(output.denominator, whole, args, accelerator, accumulation)
     return total, {metric: mean for metric, (mean, _) in found.items()}
 
 
@@ -356,6 +353,4 @@ class DemonstrationLoss:
         self.means.add(log_probs, batch.turn_ids, mask)
         kept = torch.where(mask, log_probs, 0.0)
         total = demonstration_loss(kept, batch.sampling_per_token_logps, credit, self._args.demonstration_loss).sum()
-        processes = self._accelerator.num_processes
-        by = divisor(self._denominator, whole, self._args, accumulation=accumulation, processes=processes)
-        return loss + total / by, {}
+        return loss + total / divisor(self._denominator, whole, self._args, self._accelerator, accumulation), {}

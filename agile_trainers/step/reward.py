@@ -379,8 +379,9 @@ class Rewards:
         return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Compute the weighted sums (B,) of rewards (B, F); see :func:`totals`."""
-        return totals(rewards, self.weights)
+        """Compute the weighted sums (B,) of rewards (B, F), ignoring NaN; NaN where all rewards, or their weights, are."""
+        weighted = rewards * self.weights.to(rewards.device)
+        return weighted.nansum(dim=1).masked_fill(weighted.isnan().all(dim=1), torch.nan)
 
     def added(self, rewards: torch.Tensor) -> torch.Tensor:
         """Compute what is added to the last turn (B,): the weighted sum of all functions but the first, without NaN.
@@ -403,8 +404,26 @@ class Rewards:
         return [[given(turn) for turn in trajectory.turns] for trajectory in trajectories]
 
     def summary(self, rewards: torch.Tensor) -> dict[str, float]:
-        """Compute the metrics of rewards (B, F); see :func:`reward_summary`."""
-        return reward_summary(rewards, self.weights, self.names)
+        """Compute the metrics of rewards, under TRL's names.
+
+        Args:
+            rewards: (B, F), of all processes, NaN where a function gave none.
+
+        Returns:
+            ``reward``, ``reward_std`` and ``reward_sem`` (its standard error) of the weighted sum, ``rewards/<name>/mean``
+            and ``rewards/<name>/std`` of each function, over the episodes that have one. NaN without any.
+        """
+        columns = {"reward": self.totals(rewards)}
+        columns |= {f"rewards/{name}": rewards[:, place] for place, name in enumerate(self.names)}
+        summary = {}
+        for name, column in columns.items():
+            count = int((~column.isnan()).sum())
+            mean_name, std_name = (name, f"{name}_std") if name == "reward" else (f"{name}/mean", f"{name}/std")
+            summary[mean_name] = torch.nanmean(column).item()
+            summary[std_name] = 0.0 if count == 1 else nanstd(column).item()
+            if name == "reward":
+                summary["reward_sem"] = summary[std_name] / count**0.5 if count else torch.nan
+        return summary
 
     def drain_metrics(self) -> dict[str, float]:
         """Average the metrics that functions logged with ``log_metric`` over all processes, and forget them."""
@@ -441,37 +460,6 @@ class Rewards:
                         f"{PATIENCE} batches so far, so that it has no effect. Check its conditions and divisions. One that "
                         "is there for its metrics gets the weight 0 in reward_weights."
                     )
-
-
-def totals(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the weighted sums (B,) of rewards (B, F), ignoring NaN; NaN where all rewards, or their weights, are."""
-    weighted = rewards * weights.to(rewards.device)
-    return weighted.nansum(dim=1).masked_fill(weighted.isnan().all(dim=1), torch.nan)
-
-
-def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the metrics of rewards, under TRL's names.
-
-    Args:
-        rewards: (B, F), of all processes, NaN where a function gave none.
-        weights: (F,).
-        names: Names of the functions.
-
-    Returns:
-        ``reward``, ``reward_std`` and ``reward_sem`` (its standard error) of the weighted sum, ``rewards/<name>/mean`` and
-        ``rewards/<name>/std`` of each function, over the episodes that have one. NaN without any.
-    """
-    columns = {"reward": totals(rewards, weights)}
-    columns |= {f"rewards/{name}": rewards[:, place] for place, name in enumerate(names)}
-    summary = {}
-    for name, column in columns.items():
-        count = int((~column.isnan()).sum())
-        mean_name, std_name = (name, f"{name}_std") if name == "reward" else (f"{name}/mean", f"{name}/std")
-        summary[mean_name] = torch.nanmean(column).item()
-        summary[std_name] = 0.0 if count == 1 else nanstd(column).item()
-        if name == "reward":
-            summary["reward_sem"] = summary[std_name] / count**0.5 if count else torch.nan
-    return summary
 
 
 def share_without_spread(rewards: torch.Tensor, group_size: int) -> float:

@@ -277,8 +277,7 @@ class Teacher:
             measured, values = handed.divergence.detach(), weights * handed.divergence
         self.means.add(measured, batch.turn_ids, mask)
         total = torch.where(mask, values, 0.0).sum()
-        processes = self._accelerator.num_processes
-        by = divisor(self._denominator, whole, args, accumulation=accumulation, processes=processes)
+        by = divisor(self._denominator, whole, args, self._accelerator, accumulation)
         return loss + coefficient * total / by, metrics
 
 

@@ -31,30 +31,12 @@ if TYPE_CHECKING:
     from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 __all__ = [
-    "Credit",
-    "CreditInputs",
-    "Judge",
-    "LossInputs",
-    "LossOutput",
-    "MultiTurnCISPOConfig",
-    "MultiTurnCISPOTrainer",
-    "MultiTurnConfig",
-    "MultiTurnDistillationConfig",
-    "MultiTurnDistillationTrainer",
-    "MultiTurnGRPOConfig",
-    "MultiTurnGRPOTrainer",
-    "MultiTurnGSPOConfig",
-    "MultiTurnGSPOTrainer",
-    "MultiTurnPPOConfig",
-    "MultiTurnPPOTrainer",
-    "MultiTurnREINFORCEConfig",
-    "MultiTurnREINFORCETrainer",
-    "MultiTurnTrainer",
-    "ProgressTable",
-    "find_algorithm",
-    "option",
+    "Credit", "CreditInputs", "Judge", "LossInputs", "LossOutput", "MultiTurnCISPOConfig", "MultiTurnCISPOTrainer",
+    "MultiTurnConfig", "MultiTurnDistillationConfig", "MultiTurnDistillationTrainer", "MultiTurnGRPOConfig",
+    "MultiTurnGRPOTrainer", "MultiTurnGSPOConfig", "MultiTurnGSPOTrainer", "MultiTurnPPOConfig", "MultiTurnPPOTrainer",
+    "MultiTurnREINFORCEConfig", "MultiTurnREINFORCETrainer", "MultiTurnTrainer", "ProgressTable", "find_algorithm", "option",
     "register_algorithm",
-]
+]  # fmt: skip
 
 _LOADED_LATER = {
     "Credit": "step.credit",

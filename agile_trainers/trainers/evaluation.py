@@ -103,7 +103,7 @@ class EpisodeEvaluator:
                     lambda: self.engine.run(episodes[rank::world_size], make()),
                     lambda: self._sampler.halve(-(-count // world_size)),
                 )
-            results = gather_evaluation(self.engine, played, episodes, rank=rank, world_size=world_size)
+            results = gather_evaluation(self.engine, played, episodes)
             results = replace(results, greedy=not sample)
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.

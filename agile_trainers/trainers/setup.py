@@ -508,13 +508,13 @@ def state_of(parts: RunParts, steps: int, micro_batches: list[Batch] | None) -> 
         steps: Micro-steps that were trained.
         micro_batches: The rest of the generation batch.
     """
-    rollout = RolloutState(steps, micro_batches, parts.health.state(), dict(vars(parts.guard)))
-    rollout.token_budget, rollout.episodes = parts.token_batches.budget, parts.rollout_log.unfinished
-    rollout.rows = parts.sampler.rows
-    rollout.packing, rollout.tasks = dict(vars(parts.packer.state)), parts.rollouts.state()
-    rollout.ahead = None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()
-    rollout.successes = {} if parts.rollouts.successes is None else parts.rollouts.successes.state()
-    return rollout
+    states = {
+        "watch": parts.health.state(), "skipped_steps": dict(vars(parts.guard)), "pass_tokens": parts.token_batches.budget,
+        "rows": parts.sampler.rows, "packing": dict(vars(parts.packer.state)), "tasks": parts.rollouts.state(),
+    }  # fmt: skip
+    ahead = None if parts.rollouts.ahead is None else parts.rollouts.ahead.state()
+    successes = {} if parts.rollouts.successes is None else parts.rollouts.successes.state()
+    return RolloutState(steps, micro_batches, states, parts.rollout_log.unfinished, ahead, successes)
 
 
 def restore_state(parts: RunParts, rollout: RolloutState) -> None:
@@ -524,12 +524,13 @@ def restore_state(parts: RunParts, rollout: RolloutState) -> None:
         parts: The parts, changed in place.
         rollout: Their state.
     """
-    parts.health.restore(rollout.health)
-    parts.guard = StepGuard(**rollout.skipped_steps)
-    parts.token_batches.restore(rollout.token_budget)
-    parts.sampler.restore(rollout.rows)
-    parts.packer.state = PackingState(**rollout.packing)
-    parts.rollouts.restore(rollout.tasks)
+    states = rollout.parts
+    parts.health.restore(states.get("watch", {}))
+    parts.guard = StepGuard(**states.get("skipped_steps", {}))
+    parts.token_batches.restore(states.get("pass_tokens"))
+    parts.sampler.restore(states.get("rows"))
+    parts.packer.state = PackingState(**states.get("packing", {}))
+    parts.rollouts.restore(states.get("tasks", {}))
     if parts.rollouts.ahead is not None and rollout.ahead is not None:
         parts.rollouts.ahead.restore(rollout.ahead)
     if parts.rollouts.successes is not None:

@@ -20,8 +20,9 @@ from agile_environments.probes import PROBE_WORDS
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
+from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.seeds import Mixture, evaluation_specs, systematic_sample, training_specs
+from agile_trainers.rollout.seeds import Mixture, systematic_sample, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -73,17 +74,15 @@ def test_the_choice_depends_on_seed_and_generation_alone():
 
 def test_an_evaluation_plays_of_each_what_it_would_play_alone():
     mixture = Mixture(("low", "high", "other"), 4)
-    whole = evaluation_specs(3, 8, None, 0, 1, mixture)
+    whole = evaluation_episodes(3, 8, None, mixture)
     for name, count in (("low", 3), ("high", 3), ("other", 2)):
         played = [(s.seed, s.stream) for s in whole if s.environment == name]
-        assert played == [(s.seed, s.stream) for s in evaluation_specs(3, count, None, 0, 1)]
-    parts = [evaluation_specs(3, 8, None, rank, 2, mixture) for rank in (0, 1)]
-    assert parts[0] == whole[0::2] and parts[1] == whole[1::2]
+        assert played == [(s.seed, s.stream) for s in evaluation_episodes(3, count)]
     rows = [{"environment": "high", "n": 1}, {"environment": "low", "n": 2}]
-    told = evaluation_specs(3, 3, rows, 0, 1, mixture)
+    told = evaluation_episodes(3, 3, rows, mixture)
     assert [(s.environment, s.options) for s in told] == [("high", {"n": 1}), ("low", {"n": 2}), ("high", {"n": 1})]
     with pytest.raises(ValueError, match=r"num_eval_episodes=2 .* 3"):
-        evaluation_specs(3, 2, None, 0, 1, mixture)
+        evaluation_episodes(3, 2, None, mixture)
 
 
 # ------------------------------------------------------------------------------------------------------------ learning

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,11 +205,11 @@ def test_sums_divisors_and_averages_by_hand():
 
     nothing = torch.zeros(3, 3)
     batch = TrainBatch(*([nothing] * 8), num_items_in_batch=torch.tensor(96.0))
-    sizes: dict[str, Any] = {"accumulation": 2, "processes": 3}
+    three: Any = SimpleNamespace(num_processes=3)
     # 96 tokens on 3 processes and in 4 micro-batches, of which an update is 2.
-    assert divisor("tokens", batch, Args, **sizes) == 96 / 3 / 4 * 2
-    assert divisor("episodes", batch, Args, **sizes) == 3 * 2
-    assert divisor("constant", batch, Args, **sizes) == 3 * 20 * 2
+    assert divisor("tokens", batch, Args, three, 2) == 96 / 3 / 4 * 2
+    assert divisor("episodes", batch, Args, three, 2) == 3 * 2
+    assert divisor("constant", batch, Args, three, 2) == 3 * 20 * 2
 
     class Alone:
         @staticmethod

@@ -285,7 +285,7 @@ def test_the_budget_is_part_of_a_checkpoint(embedded_model, tmp_path):
     first.token_batches.budget = 77
     first.train()
     resumed = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
-    resumed.token_batches.restore(resumed.checkpoints.load_rollout(str(tmp_path / "checkpoint-1")).token_budget)
+    resumed.token_batches.restore(resumed.checkpoints.load_rollout(str(tmp_path / "checkpoint-1")).parts["pass_tokens"])
     assert resumed.token_batches.budget == 77
     asked = make_trainer(embedded_model, tmp_path / "asked", max_tokens_per_micro_batch=55)
     asked.token_batches.restore(77)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from agile_trainers.envs.libraries.trl_tools import UNREWARDED
 from agile_trainers.step import reward as reward_functions
-from agile_trainers.step.reward import add_return_reward, over_sound_episodes, reward_summary, share_without_spread
+from agile_trainers.step.reward import Rewards, add_return_reward, over_sound_episodes, share_without_spread
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -297,7 +297,8 @@ def test_the_share_of_groups_without_spread_by_hand():
 def test_rewards_of_a_batch_by_hand():
     none = float("nan")
     rewards = torch.tensor([[1.0, 2.0], [3.0, none], [none, none]])
-    found = reward_summary(rewards, torch.tensor([1.0, 0.5]), ["a", "b"])
+    made: Any = Rewards(None, ["a", "b"], torch.tensor([1.0, 0.5]), None, {}, {}, [None, None])
+    found = made.summary(rewards)
     assert found == pytest.approx(
         {
             "reward": 2.5, "reward_std": 0.5**0.5, "reward_sem": 0.5,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from trl import ModelConfig, get_peft_config
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
@@ -18,7 +17,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 from agile_trainers.adapters.loading import check_model, find_adapters, read_weights
 from agile_trainers.adapters.lora_settings import within_scope
 from agile_trainers.adapters.roles import POLICY
-from agile_trainers.cli.check.tracing import Shape, Step, trace_step
+from agile_trainers.cli.check.tracing import Engine, MemoryPlan, Step, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import ITSELF, THE_REFERENCE, is_address, teachers_of
@@ -57,65 +56,6 @@ class MemoryItem:
     size: int
     """Bytes."""
     formula: str
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A vLLM engine, in this process or in a server."""
-
-    server: bool = False
-    share: int | None = None
-    """Bytes of the process's GPU that an engine takes; None if the GPU is not known, or a server has others."""
-    parallel: int = 1
-    """Processes that share an engine."""
-    sleeps: bool = False
-    """True if the engine's memory is free outside of rollouts."""
-    offloads: bool = False
-    """True if the policy's weights are in the CPU's memory in rollouts."""
-    slots: int = 0
-    """Adapters of which a server that the run starts has copies on its GPUs."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Settings of a run that determine its memory."""
-
-    dtype: torch.dtype
-    """Data type of the base's weights that are not quantized."""
-    rows: int
-    """Episodes of a micro-batch."""
-    episodes: int
-    """Episodes that are decoded at the same time."""
-    tokens: int
-    """Tokens of the longest episode that the limits allow, prompt included."""
-    decoded: int
-    """``tokens`` without the observation that a critic reads after the last answer."""
-    new_tokens: int
-    """Tokens of one answer."""
-    gradient_checkpointing: bool
-    autocast: torch.dtype | None = None
-    """Data type of mixed precision."""
-    quantization: str | None = None
-    """A key of ``QUANTIZED``."""
-    dropout: bool = False
-    optimizer: str = "adamw_torch_fused"
-    peft_config: PeftConfig | None = None
-    """Adapters that are trained instead of the model."""
-    adapters: int = 1
-    """2 for policy and critic."""
-    copies: int = 1
-    """2 with a frozen reference model beside the policy."""
-    trust_remote_code: bool = False
-    launch: Launch = SINGLE
-    """Processes, and what they share."""
-    engine: Engine | None = None
-    """The vLLM engine of the rollouts; None for the transformers generator."""
-    snapshots: int = 0
-    """Adapters of earlier policies that are kept (``batches_ahead``)."""
-    teachers: int = 0
-    """Bytes of the frozen teachers' weights."""
-    filters: bool = False
-    """True if tokens are sampled with filters, whose head holds whole logits of a piece."""
 
 
 def plan_memory(
@@ -212,17 +152,6 @@ def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
     """The dtype that a model's weights are loaded in."""
     name = model.dtype if model.dtype not in (None, "auto") else config.dtype or "float32"
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-
-
-def trace(config: PretrainedConfig, plan: MemoryPlan) -> Step:
-    """Count a step of a plan on tensors without data.
-
-    Raises:
-        ValueError: If ``peft_config`` matches no module of the model.
-    """
-    computes = plan.autocast if plan.autocast and (plan.quantization or plan.launch.zero) else plan.dtype
-    shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
-    return trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
 
 
 def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | None = None) -> list[MemoryItem]:

@@ -22,7 +22,6 @@ from agile_trainers.envs.checker import check_environment, random_state
 from agile_trainers.envs.scripted_policies import ScriptedPolicy, known_policies
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import BY_NAME, Finding, returns_differ, unpaid
-from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.evaluation.scripted_policies import play_agent, play_scripted
 from agile_trainers.monitor.reporting import reward_success_correlation
 from agile_trainers.rollout.forest import Fork
@@ -50,8 +49,7 @@ def policy_plays(run: Run, name: str, attempts: int = 1) -> list[Trajectory]:
     def choose(environment: Environment) -> ScriptedPolicy:
         return known_policies(environment)[name]
 
-    specs = evaluation_episodes(run.args.seed, run.episodes, run.rows, attempts=attempts)
-    return play_scripted(run.engine, run.factory, choose, specs, run.tokenizer)
+    return play_scripted(run.engine, run.factory, choose, run.specs(attempts), run.tokenizer)
 
 
 def demonstration_plays(run: Run) -> list[Trajectory]:

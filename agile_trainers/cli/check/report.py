@@ -18,10 +18,10 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.evaluation.diagnosis import Finding
+from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.judges.judge import Judge
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.seeds import evaluation_specs
 from agile_trainers.rollout.spec import EpisodeSpec
 
 TIME_LIMIT = 30.0
@@ -79,9 +79,9 @@ class Run:
             return int(self.gpu_memory * 2**30)
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
-    def specs(self) -> list[EpisodeSpec]:
-        """Return the episodes to play, the same in every check."""
-        return evaluation_specs(self.args.seed, self.episodes, self.rows, 0, 1)
+    def specs(self, attempts: int = 1) -> list[EpisodeSpec]:
+        """Return the episodes to play, the same in every check, each as often as ``attempts`` says."""
+        return evaluation_episodes(self.args.seed, self.episodes, self.rows, attempts=attempts)
 
     @property
     def options(self) -> EpisodeOptions:

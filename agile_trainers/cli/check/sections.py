@@ -21,7 +21,6 @@ from agile_trainers.cli.check.memory_plan import (
     planned_server,
     readable,
     serving,
-    trace,
 )
 from agile_trainers.cli.check.plays import (
     call_lines,
@@ -35,7 +34,7 @@ from agile_trainers.cli.check.plays import (
     policy_scores,
 )
 from agile_trainers.cli.check.report import Report, Run
-from agile_trainers.cli.check.tracing import Step
+from agile_trainers.cli.check.tracing import Step, trace
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment
 from agile_trainers.envs.checker import check_environment, describe_error
@@ -49,7 +48,7 @@ from agile_trainers.rollout.environment_pool import declared_range
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
-from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
+from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.types import StopReason, Trajectory
 
 OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
@@ -132,7 +131,7 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the first episode, played again with the same noise, differs: {differs}.")
     else:
         report.line("the first episode, played again with the same noise, made the same calls", "repeats")
-    others = evaluation_specs(run.args.seed, POLICY_EPISODES, run.rows, 0, 1)
+    others = replace(run, episodes=POLICY_EPISODES).specs()
     try:
         scores = policy_scores(run.factory, known_policies(run.factory()), others)
     except Exception as error:  # the agent's own, or its policy's

@@ -1,4 +1,4 @@
-"""Counts the memory that a training step keeps for its backward pass, by running it on tensors without data."""
+"""Counts the memory that a planned training step keeps for its backward pass, by running it on tensors without data."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.rollout.generators.images import SUPPORTED
 from agile_trainers.rollout.generators.transformers.kv_cache import as_kept
 
@@ -35,20 +36,67 @@ _ATTENTION = "agile_counted"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Settings that determine the memory of a step."""
+class Engine:
+    """A vLLM engine, in this process or in a server."""
 
+    server: bool = False
+    share: int | None = None
+    """Bytes of the process's GPU that an engine takes; None if the GPU is not known, or a server has others."""
+    parallel: int = 1
+    """Processes that share an engine."""
+    sleeps: bool = False
+    """True if the engine's memory is free outside of rollouts."""
+    offloads: bool = False
+    """True if the policy's weights are in the CPU's memory in rollouts."""
+    slots: int = 0
+    """Adapters of which a server that the run starts has copies on its GPUs."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Settings of a run that determine its memory."""
+
+    dtype: torch.dtype
+    """Data type of the base's weights that are not quantized."""
     rows: int
     """Episodes of a micro-batch."""
+    episodes: int
+    """Episodes that are decoded at the same time."""
     tokens: int
-    """Tokens of the longest episode, prompt included."""
-    dtype: torch.dtype
-    """Data type of the base model's weights, or of the computation for a quantized base."""
+    """Tokens of the longest episode that the limits allow, prompt included."""
+    decoded: int
+    """``tokens`` without the observation that a critic reads after the last answer."""
+    new_tokens: int
+    """Tokens of one answer."""
+    gradient_checkpointing: bool
     autocast: torch.dtype | None = None
     """Data type of mixed precision."""
+    quantization: str | None = None
+    """A key of ``QUANTIZED``."""
     dropout: bool = False
+    optimizer: str = "adamw_torch_fused"
     peft_config: PeftConfig | None = None
     """Adapters that are trained instead of the model."""
+    adapters: int = 1
+    """2 for policy and critic."""
+    copies: int = 1
+    """2 with a frozen reference model beside the policy."""
+    trust_remote_code: bool = False
+    launch: Launch = SINGLE
+    """Processes, and what they share."""
+    engine: Engine | None = None
+    """The vLLM engine of the rollouts; None for the transformers generator."""
+    snapshots: int = 0
+    """Adapters of earlier policies that are kept (``batches_ahead``)."""
+    teachers: int = 0
+    """Bytes of the frozen teachers' weights."""
+    filters: bool = False
+    """True if tokens are sampled with filters, whose head holds whole logits of a piece."""
+
+    @property
+    def computes(self) -> torch.dtype:
+        """Data type of the base's weights in the computation, that of a quantized base's too."""
+        return self.autocast if self.autocast and (self.quantization or self.launch.zero) else self.dtype
 
 
 @dataclass
@@ -92,13 +140,12 @@ class Step:
         return max(self.layers, default=0) if gradient_checkpointing else 0
 
 
-def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: bool = False) -> Step:
+def trace(config: PretrainedConfig, plan: MemoryPlan) -> Step:
     """Run the forward pass of a training step, as TRL's ``GRPOTrainer`` does, on tensors without data.
 
     Args:
         config: The model's configuration. No weights are loaded or allocated.
-        shape: The settings of the step.
-        trust_remote_code: True to allow the model's own code.
+        plan: The settings of the run.
 
     Raises:
         ValueError: If ``peft_config`` matches no module of the model.
@@ -106,7 +153,7 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
     with torch.device("meta"):
         reads_images = config.model_type in SUPPORTED
         model: Any = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_config(
-            config, dtype=shape.dtype, trust_remote_code=trust_remote_code, attn_implementation=_ATTENTION
+            config, dtype=plan.computes, trust_remote_code=plan.trust_remote_code, attn_implementation=_ATTENTION
         )
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         head = model.get_output_embeddings().weight
@@ -114,21 +161,21 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
             id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not head
         }
         base = sum(parameter.numel() for parameter in model.parameters())
-        if shape.peft_config is not None:
-            model = get_peft_model(model, shape.peft_config)
+        if plan.peft_config is not None:
+            model = get_peft_model(model, plan.peft_config)
             fuse(model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     step = Step(sum(linear.values()), base - sum(linear.values()), trained, tuple(head.shape), head.requires_grad)
-    model.train(shape.dropout)
-    mixed = nullcontext() if shape.autocast is None else torch.autocast("cpu", shape.autocast)
+    model.train(plan.dropout)
+    mixed = nullcontext() if plan.autocast is None else torch.autocast("cpu", plan.autocast)
     with _WithoutData():
         _without_data(model)
-        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
+        ids = torch.zeros(plan.rows, plan.tokens, dtype=torch.long)
         with mixed, _counting(model, step) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
         if step.layers:
             largest = max(range(len(step.layers)), key=step.layers.__getitem__)
-            step.temporaries = _beside(calls[largest], shape.autocast, step) - step.layers[largest]
+            step.temporaries = _beside(calls[largest], plan.autocast, step) - step.layers[largest]
     return step
 
 

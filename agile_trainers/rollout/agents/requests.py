@@ -1,18 +1,21 @@
-"""A client's request and its answer, in the form that all dialects share."""
+"""A client's request and its answer, in the form that all dialects share, and the exchange that finds its episode."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from threading import Lock
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from agile_trainers.envs.agent import Agent, Endpoint
-from agile_trainers.envs.checker import EnvironmentProtocolError, validate_context
+from agile_trainers.envs.checker import LARGEST_REWARD, EnvironmentProtocolError, validate_context
+from agile_trainers.rollout.environment_pool import Outcome
 from agile_trainers.types import Message
 
 POLICY = "policy"
@@ -385,24 +388,72 @@ def refuse_request(ticket: Ticket, refusal: Refusal) -> None:
         ticket.answer.set_exception(refusal)
 
 
-class Exchange(Protocol):
-    """The receiver of a server's requests. Its methods return at once and may be called from any thread."""
+class _Episode(Protocol):
+    index: int
+    agent: Agent
+    posted: deque[tuple[float, Any]]
+    """Rewards that have been posted, in order: an outcome ``"reward"`` for each."""
 
-    def models(self, key: str) -> Mapping[str, Endpoint]:
-        """Further names of models that the agent of the episode with this key may use, to the endpoints that answer them.
+    def sample_of(self, call: str | None) -> Any:
+        """Return the answer that a reward names.
 
         Raises:
-            Refusal: If there is no episode with this key.
+            Refusal: If there is none.
         """
+
+
+_E = TypeVar("_E", bound=_Episode)
+
+
+class EpisodeExchange(Generic[_E]):
+    """Finds the episode of a key, for the server's thread. Its methods return at once.
+
+    Args:
+        post: Takes what comes in for an episode.
+    """
+
+    def __init__(self, post: Callable[[Outcome], None]) -> None:
+        self._post = post
+        self._lock = Lock()
+        """Held between an episode's end and its last reward: none that is taken comes too late."""
+        self._episodes: dict[str, _E] = {}
+        self.keys: dict[_E, tuple[str, str]] = {}
+        """Episodes under way to their keys."""
+        number = secrets.token_urlsafe(8)
+        self._first = {"api_key": f"sk-{number}-", "reward_key": f"rk-{number}-"}
+        """The first characters of all keys of a kind, by which those of episodes that have ended are known."""
+
+    def admit(self, episode: _E) -> tuple[str, str]:
+        """Make an episode's keys, of its requests and of its rewards."""
+        api_key, reward_key = (first + secrets.token_urlsafe(32) for first in self._first.values())
+        self._episodes[api_key] = self._episodes[reward_key] = episode
+        self.keys[episode] = api_key, reward_key
+        return api_key, reward_key
+
+    def dismiss(self, episode: _E) -> None:
+        """Take no more requests and rewards of an episode."""
+        with self._lock:
+            for key in self.keys.pop(episode):
+                del self._episodes[key]
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self._episodes.clear()
 
     def ask(self, key: str, ticket: Ticket) -> None:
         """Take a request of the episode with this key; a refusal arrives in ``ticket.answer`` too."""
+        try:
+            self._post(Outcome(self._find(key).index, "call", ticket))
+        except Refusal as refusal:
+            refuse_request(ticket, refusal)
 
     def delivered(self, key: str, ticket: Ticket) -> None:
         """Note that the client got the whole answer."""
+        self._note(key, "delivered", ticket)
 
     def abandoned(self, key: str, ticket: Ticket) -> None:
         """Note that the client hung up before it got the whole answer."""
+        self._note(key, "abandoned", ticket)
 
     def reward(self, key: str, value: Any, call: str | None) -> None:
         """Take a reward of one call, by the answer's id as the client saw it, with its dialect's prefix.
@@ -412,3 +463,34 @@ class Exchange(Protocol):
         Raises:
             Refusal: If the episode is over or unknown, or the value is not a finite number.
         """
+        with self._lock:
+            episode = self._find(key, "reward_key")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
+                raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
+            if call is not None and not isinstance(call, str):
+                raise Refusal(
+                    f"The call is {call!r:.100}; expected the answer's id, `response.id`, or none for the last answer."
+                )
+            # Found at once: the last answer may be another one later.
+            episode.posted.append((float(value), episode.sample_of(call)))
+            self._post(Outcome(episode.index, "reward"))
+
+    def models(self, key: str) -> Mapping[str, Endpoint]:
+        """Return the endpoints that answer for further names of models, which the agent with this key may use.
+
+        Raises:
+            Refusal: If there is no episode with this key.
+        """
+        return self._find(key).agent.models
+
+    def _note(self, key: str, what: str, ticket: Ticket) -> None:
+        if (episode := self._episodes.get(key)) is not None:
+            self._post(Outcome(episode.index, what, ticket))
+
+    def _find(self, key: str, kind: str = "api_key") -> _E:
+        if not key.startswith(self._first[kind]):
+            raise wrong_key(kind)
+        episode = self._episodes.get(key)
+        if episode is None:
+            raise over()
+        return episode

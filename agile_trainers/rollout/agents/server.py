@@ -22,7 +22,8 @@ from agile_trainers.envs.agent import Endpoint
 from agile_trainers.rollout.agents.dialects import DIALECTS, Dialect
 from agile_trainers.rollout.agents.dialects.base import DEEPEST_BODY, ascii_json, checked, get, parse, required
 from agile_trainers.rollout.agents.dialects.chat import CHAT
-from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, Exchange, Marks, Refusal, Ticket
+from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, EpisodeExchange, Marks, Refusal, Ticket
+from agile_trainers.rollout.process_environment import until_readable
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class AgentServer:
         max_body: Bytes that a request's body may have; a larger one is refused without being kept.
     """
 
-    def __init__(self, exchange: Exchange, *, max_body: int = 32 * 2**20) -> None:
+    def __init__(self, exchange: EpisodeExchange[Any], *, max_body: int = 32 * 2**20) -> None:
         self._exchange = exchange
         self._max_body = max_body
         self._port = 0
@@ -136,14 +137,8 @@ class AgentServer:
         """Begin connections, as long as there are files left for the rest of this process. Further ones wait."""
         limit, loop, warned = resource.getrlimit(resource.RLIMIT_NOFILE)[0], asyncio.get_running_loop(), False
         most = float("inf") if limit == resource.RLIM_INFINITY else int(limit * _SHARE)
-        ready = asyncio.Event()
         while True:
-            ready.clear()
-            loop.add_reader(listening, ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(listening)
+            await until_readable(listening.fileno())
             try:
                 if len(server.connections) < most:
                     # Not by `loop.sock_accept`, which loses a connection that comes as it is cancelled.

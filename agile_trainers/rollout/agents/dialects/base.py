@@ -21,15 +21,8 @@ DEEPEST = 100
 DEEPEST_BODY = DEEPEST + 20
 """Levels of a body, which has such arguments in its messages."""
 _SETTINGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 ImageOf = Callable[[dict[str, Any], str], str]
 """Returns the address of a part's image, given the part and its path."""
 _KINDS: dict[type, str] = {
