@@ -1687,7 +1687,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an adapter that acts from a token on is loaded", "adapters/loading.py",
-        "    check_one_policy(config, str(folder / CONFIG))\n", "", "tests/adapters/test_strangers.py -k hostile_configuration",
+        "    check_one_policy(config, str(folder / CONFIG))\n", "", "tests/adapters/test_strangers.py -k hostile_conf",
     ),
     Mutation(
         "conversations are cut at separators of lines in their texts", "trainers/demonstrations.py",
