@@ -1694,6 +1694,11 @@ MUTATIONS = [
         '.split("\\n")', ".splitlines()", "tests/trainers/test_demonstrations.py -k conversations_are_replayed",
     ),
     Mutation(
+        "an interrupt before the call is passed over", "rollout/environment_pool.py",
+        "        self._inline = call if inline else None  #", "        self._inline = None  #",
+        "tests/rollout/test_silent_environments.py -k just_before",
+    ),
+    Mutation(
         "layers that the model lacks are passed over", "adapters/lora_settings.py",
         "if number not in known:", "if False:", "tests/trainers/test_bad_input.py -k would_ignore",
     ),

@@ -439,22 +439,26 @@ class EnvironmentPool:
             self._begin(self._waiting.popleft())
 
     def _begin(self, call: _Call) -> None:
+        call.since = time.monotonic()
         if self.timeout is not None:
-            call.deadline = time.monotonic() + self.timeout
-        self._running[call.episode] = call
+            call.deadline = call.since + self.timeout
+        inline = not call.in_thread and not inspect.iscoroutinefunction(call.function)
 
         def report(value: Any, error: BaseException | None) -> None:
+            if inline:
+                self._inline = None  # an interrupt ends it no more
             self.busy.end(call)
             self._answers.put((call, Outcome(call.episode, call.method, value, error)))
 
-        self.busy.begin(call)
-        call.since = time.monotonic()
-        inline = not call.in_thread and not inspect.iscoroutinefunction(call.function)
-        if inline and self._watch is None:
-            self._watch = _watch_inline(self)
-        self._inline = call if inline else None
+        self._inline = call if inline else None  # before it can be named, which a user answers with an interrupt
         try:
+            self._running[call.episode] = call
+            self.busy.begin(call)
+            if inline and self._watch is None:
+                self._watch = _watch_inline(self)
             call.cancel = self._launch(call.function, report)
+        except _EndedError as error:  # not within the function itself
+            report(None, EnvironmentTimeoutError(str(error)))
         except BaseException:  # an interrupt: an inline call has ended, and will not answer
             if inline:
                 self._end(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,25 @@ def test_it_is_named_once_and_an_interrupt_ends_its_episode(
     assert isinstance(outcome.error, EnvironmentTimeoutError) and "when the run was interrupted" in str(outcome.error)
     assert outcome.episode == 3 and outcome.method == "step"
     assert len(said) == 1 and f"{factory.__name__}: step() of episode 3 " in said[0] and asked in said[0]
+    pool.release(3, reusable=False)
+    pool.close()
+
+
+def test_an_interrupt_just_before_the_call_ends_its_episode(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = environment_pool._watch_inline
+
+    def slowly(pool: EnvironmentPool) -> Any:
+        watch(pool)
+        while not said:  # the main thread handles the signal here
+            time.sleep(0.001)
+        pytest.fail("the interrupt was passed over")
+
+    monkeypatch.setattr(environment_pool, "_watch_inline", slowly)
+    pool, stop = EnvironmentPool(Hangs), GracefulStop(None)  # type: ignore[arg-type]
+    pool.environment(3)
+    with stop.heard():
+        pool.step(3, "x")
+    assert isinstance(outcome_of(pool).error, EnvironmentTimeoutError)
     pool.release(3, reusable=False)
     pool.close()
 
