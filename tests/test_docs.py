@@ -309,12 +309,12 @@ def test_commands_are_understood(
     block: Block, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     skip_without_libraries(command)
-    command = re.sub(EXCHANGED[0][0], "model", command).replace("accelerate_configs/", f"{ROOT}/accelerate_configs/")
-    command = command.replace("examples/", f"{ROOT}/examples/").replace(
-        "my_script.py", f"{ROOT}/examples/tool_calculator.py"
+    command = re.sub(EXCHANGED[0][0], "model", command).replace(
+        "--model_name_or_path ...", "--model_name_or_path model"
     )
-    command = command.replace("--model_name_or_path ...", "--model_name_or_path model")
-    program, *arguments = shlex.split(command.replace("--environment ...", "--environment agile:wordle"))
+    command = command.replace("--environment ...", "--environment agile:wordle")
+    program, *arguments = shlex.split(command.replace("my_script.py", "examples/tool_calculator.py"))
+    arguments = [re.sub("^(accelerate_configs|examples)/", rf"{ROOT}/\1/", part) for part in arguments]
     PROGRAMS[program](arguments, monkeypatch)
     capsys.readouterr()
 

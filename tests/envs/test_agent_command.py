@@ -340,7 +340,8 @@ def test_a_killed_training_process_leaves_nothing(place: Path) -> None:
 def test_folders_that_nobody_holds_are_removed(place: Path, tmp_path: Path) -> None:
     """A young one may not be locked yet, a locked one is played in, and what a link points to stays."""
     outside = tmp_path / "outside"
-    outside.mkdir(mode=0o755)
+    outside.mkdir()
+    outside.chmod(0o755)
     names = {name: place / f"{process_tree.PREFIX}{name}" for name in ("old", "young", "held", "link")}
     for name in ("old", "young", "held"):
         (names[name] / "work").mkdir(parents=True)
@@ -405,7 +406,8 @@ def test_a_folder_without_rights_is_removed(place: Path, monkeypatch: pytest.Mon
         return opened(path, *arguments, **named)
 
     left.chmod(0)
-    (outside := place / "outside").mkdir(mode=0o755)
+    (outside := place / "outside").mkdir()
+    outside.chmod(0o755)
     (link := place / f"{process_tree.PREFIX}1-link").symlink_to(outside)
     monkeypatch.setattr(os, "open", open_as_user)
     process_tree.remove_abandoned(str(place), 1)
