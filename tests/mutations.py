@@ -1699,6 +1699,14 @@ MUTATIONS = [
         "tests/rollout/test_silent_environments.py -k just_before",
     ),
     Mutation(
+        "updates that are rounded away are not told", "trainers/setup.py",
+        "if lost > total / 2:", "if lost > total:", "tests/trainers/test_bad_input.py -k round_away",
+    ),
+    Mutation(
+        "the loss that a subclass changes is not what is trained", "trainers/trainer.py",
+        "together=self._changes_loss", "together=False", "tests/trainers/test_passes.py -k user_code",
+    ),
+    Mutation(
         "layers that the model lacks are passed over", "adapters/lora_settings.py",
         "if number not in known:", "if False:", "tests/trainers/test_bad_input.py -k would_ignore",
     ),

@@ -412,7 +412,7 @@ class TokenBatches:
         return bytes_to_come(trained, None, shares)
 
     def loss(
-        self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, *, complete: bool
+        self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, *, complete: bool, together: bool
     ) -> torch.Tensor:
         """Run the passes of a micro-batch, and the backward pass of each but the last.
 
@@ -424,15 +424,19 @@ class TokenBatches:
             whole: The micro-batch that they are from.
             loss_of: Computes the loss of a pass.
             complete: Run the backward pass of the last pass too, where it could be repeated.
+            together: Run no backward pass: the whole gradient is that of the loss, for a caller that changes it.
 
         Returns:
             The loss of the micro-batch. What its gradient lacks is in the parameters.
         """
         # Outside of this method, a backward pass that runs out of memory could not be repeated.
-        complete = complete and self._repeats and torch.is_grad_enabled() and not self.steps_in_backward
-        return self.fitting(lambda: self._run(model, batch, whole, loss_of, complete))
+        repeats = self._repeats and torch.is_grad_enabled() and not self.steps_in_backward
+        complete = complete and repeats and not together
+        return self.fitting(lambda: self._run(model, batch, whole, loss_of, complete, together))
 
-    def _run(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, complete: bool) -> torch.Tensor:
+    def _run(
+        self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, complete: bool, together: bool
+    ) -> torch.Tensor:
         passes, metrics = self.of(batch, whole), self._metrics
         before = {name: len(values) for name, values in metrics.items()}
         total: torch.Tensor | float = 0.0
@@ -445,7 +449,7 @@ class TokenBatches:
                     self._accelerator.backward(loss)
                 loss = loss.detach()
             else:
-                loss = loss_of(part) if last else self._backward(model, part, loss_of)
+                loss = loss_of(part) if last or together else self._backward(model, part, loss_of)
             if not last:
                 total = total + loss
         self._merge(passes, metrics, before)

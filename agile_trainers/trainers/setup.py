@@ -327,6 +327,11 @@ def make_parts(trainer: Any, seam: Seam, setup: RunSetup, saved: SavedAdapters |
     if isinstance(trainer.processing_class, ProcessorMixin):
         encode = prepare_images(args, accelerator, policy, trainer.ref_model)
     check_optimizer(trainer.optimizer, policy, critic_of=type(trainer).__name__ if args.has_critic else None)
+    if trainer.optimizer is None and accelerator.distributed_type not in (
+        DistributedType.DEEPSPEED,
+        DistributedType.FSDP,
+    ):
+        warn_of_rounding(policy, args.learning_rate)  # those two keep a copy in float32
     reference = ReferencePolicy(args, accelerator, lambda: Models(trainer.model, trainer.ref_model), saved)
     if args.sync_ref_model:
         trainer.add_callback(ReferenceUpdates(reference))
@@ -765,6 +770,34 @@ def check_optimizer(optimizer: Any, policy: Any, *, critic_of: str | None) -> No
         logger.warning(
             "`optimizers[0]` leaves out %d of the %d parameters that are trainable, such as %s: they are not trained.",
             len(missing), len(trained), missing[0],
+        )  # fmt: skip
+
+
+def warn_of_rounding(policy: torch.nn.Module, learning_rate: float) -> None:
+    """Warn if most of what is trained are 16-bit numbers to which an update of the learning rate's size is rounded away.
+
+    Adam's step of a weight is about the learning rate; a number stays itself if less than half of the distance to the next
+    one is added. Up to 4,096 numbers of each parameter are looked at.
+
+    Args:
+        policy: The policy, adapters included.
+        learning_rate: Of the policy, at its largest.
+    """
+    lost = total = 0.0
+    for parameter in policy.parameters():
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        total += parameter.numel()
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            seen = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].float()
+            half = torch.finfo(parameter.dtype).eps / 4 * torch.exp2(torch.frexp(seen).exponent)
+            lost += parameter.numel() * float(((half > learning_rate) & (seen != 0)).float().mean())
+    if lost > total / 2:
+        logger.warning(
+            "%.0f%% of what is trained are weights in 16 bits that an update with learning_rate=%s is too small to change: "
+            "it is rounded away. Load the model in float32 (model_init_kwargs={'dtype': 'float32'}; bf16=True computes in "
+            "bfloat16 all the same), train an adapter, or raise learning_rate.",
+            100 * lost / total, learning_rate,
         )  # fmt: skip
 
 

@@ -508,8 +508,9 @@ class MultiTurnTrainer(_Trainer):
         first = FirstPass(whole) if whole.old_per_token_logps is None and again else None
         taught = self.teacher.first_pass(whole) if self.teacher is not None and again else None
         loss = self.token_batches.loss(
-            model, read, whole, lambda part: self._loss_of(model, part, whole, first, taught), complete=self.is_in_train
-        )
+            model, read, whole, lambda part: self._loss_of(model, part, whole, first, taught),
+            complete=self.is_in_train, together=self._changes_loss,
+        )  # fmt: skip
         if taught is not None:  # further updates compare with a teacher that stays as it is
             whole.token_columns[KEPT] = taught.log_probs
             inputs.update(whole.to_trl())
@@ -520,6 +521,14 @@ class MultiTurnTrainer(_Trainer):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
             self._close_mismatch()
         return loss
+
+    @property
+    def _changes_loss(self) -> bool:
+        """True if a subclass, or code that replaced a method of this object, may change the loss that is returned."""
+        return any(
+            getattr(getattr(self, name), "__func__", None) is not getattr(MultiTurnTrainer, name)
+            for name in ("compute_loss", "_compute_loss")
+        )
 
     def _loss_of(
         self, model: Any, part: TokenBatch, whole: TrainBatch, first: FirstPass | None, taught: FirstPass | None

@@ -212,6 +212,32 @@ def test_an_optimizer_of_other_parameters(embedded_model, tmp_path, monkeypatch)
     assert len(said) == 1 and f"leaves out 1 of the {len(names)} parameters" in said[0] and names[0] in said[0]
 
 
+def test_updates_that_16_bits_round_away_are_told(embedded_model, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(setup.logger, "warning", lambda text, *values: said.append(text % values))
+    make_trainer(embedded_model, tmp_path, lora=False, learning_rate=None, model_init_kwargs={"dtype": "bfloat16"})
+    assert len(said) == 1 and re.search(r"(9\d|100)% of what is trained .* learning_rate=1e-06 is too small", said[0])
+    make_trainer(embedded_model, tmp_path, learning_rate=None, model_init_kwargs={"dtype": "bfloat16"})  # an adapter
+    make_trainer(embedded_model, tmp_path, lora=False, learning_rate=None)
+    assert len(said) == 1
+
+    def told(kind: torch.dtype, rate: float, *numbers: float) -> bool:
+        before = len(said)
+        layer = torch.nn.Linear(len(numbers), 1, bias=False, dtype=kind)
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([numbers]))
+            moved = layer.weight + torch.tensor(rate).to(kind)
+        setup.warn_of_rounding(layer, rate)
+        assert (len(said) > before) == ((moved == layer.weight).float().mean() > 0.5)
+        return len(said) > before
+
+    # The numbers around 1 are 2^-7 apart above and 2^-8 below in bfloat16, and 2^-10 above in float16.
+    assert told(torch.bfloat16, 0.9 * 2**-8, 1.0, 1.5) and not told(torch.bfloat16, 1.1 * 2**-8, 1.0, 1.5)
+    assert told(torch.float16, 0.9 * 2**-11, 1.0, 1.5) and not told(torch.float16, 1.1 * 2**-11, 1.0, 1.5)
+    assert told(torch.bfloat16, 1e-6, 1.0, 1.0, 0.0) and not told(torch.bfloat16, 1e-6, 1.0, 0.0)
+    assert not told(torch.float32, 1e-6, 1.0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_factory_that_returns_the_same_instance(embedded_model, tmp_path, workers):
     shared = Chatter()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpointed_runs import SAVING, make
 from errors import naming
-from games import Chatter, loss_and_gradients, make_trainer, relative_error
+from games import Chatter, Gradients, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo, wake
 from split_passes import WHOLE, check_equal, drawn, measured
 
@@ -21,6 +21,7 @@ from agile_trainers.step.token_batches import (
     split_padded,
 )
 from agile_trainers.train_batch import Pass, TrainBatch
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -190,6 +191,33 @@ def test_a_critic_reads_the_same_values_packed_and_padded(embedded_model, tmp_pa
     torch.testing.assert_close(packed["turns:old_values"], padded["turns:old_values"], rtol=1e-5, atol=1e-5)
     assert loss_packed == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert relative_error(gradients_packed, gradients) < 1e-5
+
+
+class Opposite(MultiTurnGRPOTrainer):
+    """Changes what the loss of its parent is."""
+
+    config_class = MultiTurnGRPOConfig
+
+    def compute_loss(self, *given, **named):
+        return -2 * super().compute_loss(*given, **named)
+
+
+@pytest.mark.parametrize("changed", ["class", "object"])
+@pytest.mark.parametrize("changes", [{}, {"max_tokens_per_micro_batch": 120}], ids=["one", "several"])
+def test_a_loss_that_user_code_changes_is_what_is_trained(embedded_model, tmp_path, changes, changed):
+    found = []
+    for algorithm in ("grpo", f"{__name__}:Opposite" if changed == "class" else "grpo"):
+        gradients = Gradients()
+        trainer = make_trainer(
+            embedded_model, tmp_path, algorithm=algorithm, callbacks=[gradients], gradient_accumulation_steps=2,
+            per_device_train_batch_size=4, max_grad_norm=0.0, **changes,
+        )  # fmt: skip
+        if found and changed == "object":
+            computed = trainer._compute_loss
+            trainer._compute_loss = lambda *given, computed=computed, **named: -2 * computed(*given, **named)
+        trainer.train()
+        found.append(gradients.steps[0])
+    assert relative_error(found[1], {name: -2 * value for name, value in found[0].items()}) < 1e-5
 
 
 def test_terms_that_compare_all_tokens_keep_one_pass(embedded_model, tmp_path):
