@@ -1654,6 +1654,10 @@ MUTATIONS = [
         "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
     ),
     Mutation(
+        "workers that persist draw their seed from the generator that shuffles", "trainers/trainer.py",
+        "if self.args.dataloader_persistent_workers:", "if False:", "tests/trainers/test_resume.py -k persist",
+    ),
+    Mutation(
         "a text for a boolean is True", "config/rules.py",
         "    **dict.fromkeys((bool, bool | None), bool),\n", "", "tests/trainers/test_config_rules.py -k boolean",
     ),
