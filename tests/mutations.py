@@ -1654,6 +1654,24 @@ MUTATIONS = [
         "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
     ),
     Mutation(
+        "workers that persist draw their seed from the generator that shuffles", "trainers/trainer.py",
+        "if self.args.dataloader_persistent_workers:", "if False:", "tests/trainers/test_resume.py -k persist",
+    ),
+    Mutation(
+        "fp16 is taken on CPU", "config/rules.py",
+        'args.mixed_precision != "fp16" or args.device', 'not args.bf16 or args.device',
+        "tests/trainers/test_bad_input.py -k launch",
+    ),
+    Mutation(
+        "settings of accelerate's that tear batches of rows are taken", "config/rules.py",
+        "not any(getattr(value, key, None) for key in _NOT_OF_ROWS)", "True",
+        "tests/trainers/test_bad_input.py -k after_steps",
+    ),
+    Mutation(
+        "rows come in any order", "config/rules.py",
+        "value or args.dataloader_num_workers < 2", "True", "tests/trainers/test_bad_input.py -k after_steps",
+    ),
+    Mutation(
         "a text for a boolean is True", "config/rules.py",
         "    **dict.fromkeys((bool, bool | None), bool),\n", "", "tests/trainers/test_config_rules.py -k boolean",
     ),

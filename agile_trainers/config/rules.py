@@ -834,6 +834,16 @@ _AHEAD = (
     ),
 )  # fmt: skip
 
+_NOT_OF_ROWS = {
+    "dispatch_batches": "sends tensors of the main process to the others, and rows for an environment are none. Leave it "
+    "unset: each process reads its own rows",
+    "split_batches": "divides a batch of rows among processes, so that some rows are played twice and others never. Leave "
+    "it unset, and set per_device_train_batch_size",
+    "gradient_accumulation_kwargs": "changes gradient_accumulation_steps when the run is planned already, and a resumed run "
+    "would be another one. Leave it unset, and set gradient_accumulation_steps",
+}
+"""Settings of accelerate's that cannot be combined with an environment, and what each does."""
+
 EPISODES: tuple[Rule, ...] = (
     *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_TEACHER, *_DEMONSTRATIONS, *_BATCH, *_TURN_RATIOS,
     *_AHEAD,
@@ -843,10 +853,30 @@ EPISODES: tuple[Rule, ...] = (
         "neftune_noise_alpha={value!r} adds noise to the embeddings in training alone, so that another policy would be "
         "trained than the one that plays. Leave it unset.",
     ),
+    Rule(
+        ("accelerator_config",),
+        lambda _, value: not any(getattr(value, key, None) for key in _NOT_OF_ROWS),
+        lambda _, name, value: " ".join(
+            f"{name}: {key}={getattr(value, key)!r} {why}."
+            for key, why in _NOT_OF_ROWS.items() if getattr(value, key, None)
+        ),
+    ),
+    Rule(
+        ("dataloader_in_order",),
+        lambda args, value: value or args.dataloader_num_workers < 2,
+        "{name}=False takes rows as workers happen to deliver them, but the batch of a step, and what a resumed run plays, "
+        "follow from their order. Leave it unset.",
+    ),
 )  # fmt: skip
 """Rules for a run with an environment."""
 
 MACHINE: tuple[Rule, ...] = (
+    Rule(
+        ("fp16",),
+        lambda args, _: args.mixed_precision != "fp16" or args.device.type != "cpu",
+        "{name} (fp16=True, or mixed_precision of the launch configuration) needs a GPU: accelerate trains in float32 on "
+        "CPU in spite of it. Use bf16=True, or set neither.",
+    ),
     Rule(
         ("parallelism_config",),
         lambda _, value: not episode_split(value),

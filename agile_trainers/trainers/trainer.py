@@ -374,6 +374,15 @@ class MultiTurnTrainer(_Trainer):
         self.critic.unfreeze(self.model)
 
     @with_episodes
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_persistent_workers:
+            # It draws a seed of its workers from the generator with which TRL shuffles, once in a run: that is in another
+            # epoch after a resume.
+            loader.base_dataloader.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
+
+    @with_episodes
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         return self.checkpoints.at_epoch(super()._get_train_sampler(dataset))
 

@@ -189,11 +189,32 @@ class Backwards(Chatter):
         ({"eval_dataset": {"hard": Dataset.from_dict({"number": []})}}, r"eval_dataset\['hard'\] has no rows"),
         ({"lora": {"inference_mode": True}}, "No parameter of the model is trainable"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0 adds noise .* Leave it unset"),
+        ({"fp16": True}, r"fp16=True, or .* needs a GPU.* Use bf16=True"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True sends tensors .* Leave it unset"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=True divides .* per_device_train_batch_size"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "gradient_accumulation_kwargs=.* set gradient_accumulation_steps",
+        ),
+        ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False takes rows"),
     ],
 )
 def test_what_would_show_after_steps_shows_at_construction(embedded_model, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(embedded_model, tmp_path, **changes)
+
+
+def test_settings_of_accelerates_that_change_no_row(tmp_path):
+    """One worker has one order, too."""
+    kept = {"dispatch_batches": False, "even_batches": False, "use_seedable_sampler": False, "non_blocking": True}
+    options = {"accelerator_config": kept, "dataloader_in_order": False, "dataloader_num_workers": 1}
+    MultiTurnGRPOConfig(**settings(tmp_path, **options)).with_environment()
+
+
+def test_fp16_of_the_launch_needs_a_gpu_too(embedded_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="mixed_precision of the launch configuration"):
+        make_trainer(embedded_model, tmp_path)
 
 
 def test_an_optimizer_of_other_parameters(embedded_model, tmp_path, monkeypatch):

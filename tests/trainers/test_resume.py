@@ -19,6 +19,7 @@ from typing import Any
 
 import forks
 import pytest
+import torch
 from checkpointed_runs import BEST, SAVING, Falls, KillBefore, Killed, assert_same, make, run_until, weights
 from datasets import Dataset
 from games import Chatter, make_trainer
@@ -235,6 +236,15 @@ def test_a_moved_run_keeps_its_best_checkpoint(embedded_model, tmp_path):
 def test_what_names_no_checkpoint_is_refused(embedded_model, tmp_path, resume):
     with pytest.raises(ValueError, match=f"resume_from_checkpoint={resume!r}: expected True, 'auto', or the folder"):
         make("grpo", embedded_model, tmp_path, max_steps=1).train(resume_from_checkpoint=resume)
+
+
+def test_workers_that_persist_draw_nothing_that_a_resume_draws_in_another_epoch(embedded_model, tmp_path):
+    """Their iterator is made once in a run, and the generator with which TRL shuffles a batch stays as it is."""
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_pin_memory": False}
+    loader = make_trainer(embedded_model, tmp_path, **options).get_train_dataloader()
+    before = torch.get_rng_state()
+    assert list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ------------------------------------------------------------------------------------------------------------ environments

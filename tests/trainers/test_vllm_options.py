@@ -222,6 +222,8 @@ def test_sharded_weights_are_not_moved_about() -> None:
         parallelism_config=None,
         use_liger_kernel=False,
         activation_offload=False,
+        fp16=False,
+        mixed_precision="no",
         device=torch.device("cuda"),
         deepspeed="zero2.json",
         fsdp="",
