@@ -2000,7 +2000,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no gradient through packed 4-bit weights", "trainers/setup.py",
-        "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py",
+        "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py -k flow",
     ),
     Mutation(
         "a resumed adapter of a quantized base goes on in fp32", "trainers/trainer.py",
@@ -2566,8 +2566,8 @@ MUTATIONS = [
         "tests/trainers/test_reward_functions.py -k no_list",
     ),
     Mutation(
-        "a weight of rewards may be no number", "step/reward.py",
-        "isinstance(weight, Real) and isfinite(weight) for", "True for",
+        "a weight of rewards may be no number", "config/rules.py",
+        "all(_is_real(one) and _is_finite(one) for one in value)", "True",
         "tests/trainers/test_reward_functions.py -k cannot_get",
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from math import isfinite, isnan
+from math import isnan
 from numbers import Real
 from types import FunctionType
 from typing import Any, cast
@@ -61,7 +61,7 @@ def add_return_reward(
         weight 1.
 
     Raises:
-        ValueError: If there is no finite weight for each function, a function requires an argument that it cannot get, or a
+        ValueError: If there is no weight for each function, a function requires an argument that it cannot get, or a
             column has the name of one of TRL's or ours.
     """
     own = listed_functions(reward_funcs)
@@ -74,8 +74,6 @@ def add_return_reward(
             f"reward_weights has {len(weights)} entries for {len(own)} reward_funcs; the environment's own reward needs "
             "none (its weight is 1)."
         )
-    if weights is not None and not all(isinstance(weight, Real) and isfinite(weight) for weight in weights):
-        raise ValueError(f"reward_weights must be finite numbers, got {list(weights)!r}.")
     judges = [function for function in own if isinstance(function, Judge)]
     if judges:
         _check_judges(judges, own, weights, args)

@@ -220,10 +220,15 @@ def test_what_an_environment_does_to_its_row_is_no_concern_of_the_next_one() -> 
 def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> None:
     """Of two turns and of ``reset``, with an instance that clears and goes on filling what it returned."""
 
+    class Guarded(list[Any]):
+        def __iter__(self) -> Any:
+            raise RuntimeError("read item by item")
+
     class Logging(Scripted):
         def __init__(self) -> None:
             super().__init__()
             self.log: list[Any] = []
+            self.guarded = Guarded()
             self.seen, self.board = {"n": [0]}, np.zeros(3)
             self.lock = threading.Lock()  # of which there is no copy
 
@@ -233,11 +238,13 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
                 "seen": (self.seen, {1}),
                 "board": self.board,
                 "beside": [self.lock, self.log, self],
+                "guarded": self.guarded,
                 "ordered": OrderedDict(log=self.log, env=self),
             }
 
         def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
             self.log.clear()
+            self.guarded.clear()
             self.board[:] = seed
             self.seen["n"][0] = seed
             observation, _ = super().reset(seed, options)
@@ -245,6 +252,7 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
 
         def step(self, action: str) -> Any:
             self.log.append(len(self.log))
+            self.guarded.append(self.log)
             self.board += 1
             self.seen["n"][0] += 1
             return (*super().step(action)[:4], self.held())
@@ -254,6 +262,7 @@ def test_what_an_environment_keeps_of_its_info_is_no_concern_of_an_episode() -> 
     for seed, trajectory in enumerate(trajectories):
         for turn, info in enumerate([trajectory.reset_info, *(turn.info for turn in trajectory.turns)]):
             assert info["log"] == list(range(turn)) and info["beside"][1] is info["log"]
+            assert type(info["guarded"]) is list and info["guarded"] == [info["log"]] * turn
             assert isinstance(info["beside"][2], Logging) and info["beside"][2].lock is info["beside"][0]
             assert info["ordered"]["log"] == info["log"] and info["ordered"]["env"] is info["beside"][2]
             assert info["seen"] == ({"n": [seed + turn]}, {1}) and info["board"].tolist() == [seed + turn] * 3
