@@ -1658,8 +1658,8 @@ MUTATIONS = [
         "if self.args.dataloader_persistent_workers:", "if False:", "tests/trainers/test_resume.py -k persist",
     ),
     Mutation(
-        "fp16 is taken on CPU", "config/rules.py",
-        'args.mixed_precision != "fp16" or args.device', 'not args.bf16 or args.device',
+        "fp16 of the launch is taken on CPU", "config/rules.py",
+        'args.mixed_precision != "fp16" or args.device', 'not args.fp16 or args.device',
         "tests/trainers/test_bad_input.py -k launch",
     ),
     Mutation(

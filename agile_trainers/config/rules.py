@@ -874,8 +874,8 @@ MACHINE: tuple[Rule, ...] = (
     Rule(
         ("fp16",),
         lambda args, _: args.mixed_precision != "fp16" or args.device.type != "cpu",
-        "{name} (fp16=True, or mixed_precision of the launch configuration) needs a GPU: accelerate trains in float32 on "
-        "CPU in spite of it. Use bf16=True, or set neither.",
+        "{name} (fp16=True, or mixed_precision of the launch configuration) needs a GPU: accelerate casts nothing to it "
+        "on CPU. Use bf16=True, or set neither.",
     ),
     Rule(
         ("parallelism_config",),
