@@ -1768,6 +1768,10 @@ MUTATIONS = [
         "tests/adapters/test_merge.py -k same_function",
     ),
     Mutation(
+        "an adapter is extended with an initialization that changes the policy", "adapters/lora_settings.py",
+        "if wanted.init_lora_weights not in _EXTENDS:", "if False:", "tests/adapters/test_merge.py -k initialization",
+    ),
+    Mutation(
         "new columns of B are not zero", "adapters/lora_settings.py",
         "new.zero_()", "new.fill_(0.01)", "tests/adapters/test_merge.py -k same_function",
     ),
