@@ -1776,6 +1776,11 @@ MUTATIONS = [
         "new.zero_()", "new.fill_(0.01)", "tests/adapters/test_merge.py -k same_function",
     ),
     Mutation(
+        "rows of embeddings that an adapter's file lacks are drawn at random", "adapters/loading.py",
+        "shape == [rows, base.get_input_embeddings().embedding_dim] for", "True for",
+        "tests/adapters/test_added_tokens.py -k lacks",
+    ),
+    Mutation(
         "a weight that is missing goes unnoticed", "adapters/loading.py",
         "missing = [n for n in result.missing_keys if", "missing = [n for n in () if",
         "tests/trainers/test_warm_start.py -k says_so",
