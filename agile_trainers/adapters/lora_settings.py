@@ -256,11 +256,11 @@ def describe(found: dict[str, tuple[Any, Any]]) -> str:
     return "\n".join(lines)
 
 
-def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> LoraConfig:
-    """Return the configuration of an adapter that contains both: the larger rank, all modules, other fields of ``wanted``.
+def check_extends(wanted: LoraConfig) -> None:
+    """Reject settings to extend an adapter with whose initialization would start from another policy.
 
     Raises:
-        ValueError: If a difference cannot be resolved exactly, or new weights would change the function.
+        ValueError: For such an ``init_lora_weights``.
     """
     if wanted.init_lora_weights not in _EXTENDS:
         raise ValueError(
@@ -269,6 +269,15 @@ def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) 
             "base, need data, or give new modules weights that are not zero. Leave init_lora_weights unset, or set it to "
             "'gaussian' or 'orthogonal'."
         )
+
+
+def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> LoraConfig:
+    """Return the configuration of an adapter that contains both: the larger rank, all modules, other fields of ``wanted``.
+
+    Raises:
+        ValueError: If a difference cannot be resolved exactly, or new weights would change the function.
+    """
+    check_extends(wanted)
     found = differing_settings(base, saved, wanted)
     beyond = {name: found[name] for name in found if name not in RESOLVED}
     if beyond:
