@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.adapters.loading import find_adapters, load_frozen, load_policy
-from agile_trainers.evaluation.policy import load_model
+from agile_trainers.evaluation.policy import check_stored_rows, load_model, load_shapes
 
 FORMS: dict[str, dict[str, Any]] = {
     "PEFT saves them": {},
@@ -86,3 +86,13 @@ def test_a_teacher_with_added_tokens_is_named(embedded_model: Path, tmp_path: Pa
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(embedded_model), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="has 477: tokens were added"):
         load_frozen(policy, "teacher", tmp_path)
+
+
+def test_vllm_would_load_the_base_without_the_rows(embedded_model: Path, tmp_path: Path) -> None:
+    adapter(embedded_model, tmp_path)
+    check_stored_rows(load_shapes(str(embedded_model))[0])
+    policy, _ = load_shapes(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"479 rows of embeddings.*has 477: tokens were added, which vLLM cannot serve"
+    ):
+        check_stored_rows(policy.get_base_model())
