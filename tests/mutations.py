@@ -1794,8 +1794,17 @@ MUTATIONS = [
         "tests/adapters/test_merge.py -k same_function",
     ),
     Mutation(
+        "an adapter is extended with an initialization that changes the policy", "adapters/lora_settings.py",
+        "if wanted.init_lora_weights not in _EXTENDS:", "if False:", "tests/adapters/test_merge.py -k initialization",
+    ),
+    Mutation(
         "new columns of B are not zero", "adapters/lora_settings.py",
         "new.zero_()", "new.fill_(0.01)", "tests/adapters/test_merge.py -k same_function",
+    ),
+    Mutation(
+        "rows of embeddings that an adapter's file lacks are drawn at random", "adapters/loading.py",
+        "shape == [rows, base.get_input_embeddings().embedding_dim] for", "True for",
+        "tests/adapters/test_added_tokens.py -k lacks",
     ),
     Mutation(
         "a weight that is missing goes unnoticed", "adapters/loading.py",

@@ -458,6 +458,7 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
             )
         ),
         ("stages.2.lora", {"r": 8}, "'grpo'.*`merge_lora_configs: true`"),
+        ("stages.3.lora", {"r": 8, "init_lora_weights": "pissa"}, "'ppo-after'.*init_lora_weights=.pissa.*another"),
         ("stages.3.lora.rank", 8, "'ppo-after'.*`lora`.*'rank'"),
         ("lora.target_module", ["q_proj"], "`lora`.*'target_module'.*target_modules"),
         ("lora.r", 0, "`lora`: r must be at least 1, got 0"),

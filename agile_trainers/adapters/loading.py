@@ -192,6 +192,10 @@ def _check_fields(path: Path, config: LoraConfig) -> None:
         if not (value is None or (isinstance(value, dict) and all(_is_scale(one) for one in value.values()))):
             wrong.append(name)
     wrong += [name for name in ("r", "lora_alpha", "lora_dropout") if not _is_scale(getattr(config, name))]
+    tokens = config.trainable_token_indices or []
+    for one in tokens.values() if isinstance(tokens, dict) else [tokens]:
+        if not isinstance(one, list) or not all(type(index) is int for index in one):
+            wrong.append("trainable_token_indices")
     if config.layer_replication is not None and not _is_replication(config.layer_replication):
         wrong.append("layer_replication")
     if wrong:
@@ -264,7 +268,9 @@ def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor
     try:
         result = set_adapter_weights(model, weights, adapter_name=adapter)
         missing = [n for n in result.missing_keys if belongs_to(n, adapter)]
-        wrong = [*(f"{n} is missing" for n in missing), *(f"{n} is not in the model" for n in result.unexpected_keys)]
+        # With embeddings that were resized, PEFT writes those of modules_to_save a second time under this name.
+        unknown = [n for n in result.unexpected_keys if n.replace(".modules_to_save.", ".") not in {*weights} - {n}]
+        wrong = [*(f"{n} is missing" for n in missing), *(f"{n} is not in the model" for n in unknown)]
     except RuntimeError as error:
         wrong = [line.strip() for line in str(error).splitlines()[1:]]
     except KeyError as error:
@@ -303,6 +309,7 @@ def load_policy(
     """
     base = load_base(saved, **model_init_kwargs) if base is None else base
     check_patterns(saved.config, base, saved.folders[POLICY])
+    _check_rows(base, saved.config, saved.folders[POLICY])
     config, weights = copy.deepcopy(saved.config), read_weights(saved.folders[POLICY])
     different = {} if peft_config is None else _differences(base, saved, peft_config)
     if different and not merge_lora_configs:
@@ -351,7 +358,7 @@ def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any
 
 
 def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:
-    """Load the base model that an adapter names.
+    """Load the base model that an adapter names, with as many rows of embeddings as the adapter was trained with.
 
     Raises:
         ValueError: If it names none, or that cannot be loaded.
@@ -365,12 +372,68 @@ def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel
     check_model_folder(name, saved.config.revision)  # which is that of an adapter without one
     try:
         with naming_folder(name):
-            return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
+            base = create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
     except OSError as error:
         raise ValueError(
             f"{saved.source} was trained on {name!r} (base_model_name_or_path in its {CONFIG}), which cannot be loaded: "
             f"{error}"
         ) from error
+    rows, whole = _embedding_rows(base, saved.config, saved.folders[POLICY])
+    # Rows that the file does not hold would be random ones.
+    if rows > base.config.get_text_config().vocab_size and all(
+        shape == [rows, base.get_input_embeddings().embedding_dim] for shape in whole.values()
+    ):
+        with torch.random.fork_rng():
+            base.resize_token_embeddings(rows, mean_resizing=False)
+    return base
+
+
+def _embedding_rows(base: PreTrainedModel, config: LoraConfig, folder: Path) -> tuple[int, dict[str, list[int] | None]]:
+    """Return how many rows an adapter needs of the embeddings of its base, which is more where tokens were added.
+
+    Returns:
+        The number, 0 if the adapter has nothing to do with them; and the shape of each embedding that its file holds
+        whole, None for one that it does not hold.
+    """
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if getattr(base.config.get_text_config(), "tie_word_embeddings", False):
+        ends = ends[:1]
+    names = [name for name, module in base.named_modules() if any(module is one for one in ends)]
+    whole: dict[str, list[int] | None] = dict.fromkeys(names)
+    indices = config.trainable_token_indices or []
+    listed = indices.values() if isinstance(indices, dict) else [indices]
+    rows = [index + 1 for one in listed for index in one]
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            name = next((n for n in names if key.startswith(f"base_model.model.{n}.")), None)
+            if name is None:
+                continue
+            shape = file.get_slice(key).get_shape()
+            if key.endswith(".lora_embedding_A"):
+                rows.append(shape[1])
+            elif key.endswith(".lora_B.weight"):
+                rows.append(shape[0])
+            elif key.endswith(".weight") and ".lora_" not in key:
+                whole[name] = shape
+                rows.append(shape[0])
+    return max(rows, default=0), whole
+
+
+def _check_rows(base: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
+    """Reject an adapter that was trained with more tokens than its base has.
+
+    Raises:
+        ValueError: If it was.
+    """
+    rows, _ = _embedding_rows(base, config, folder)
+    own = base.config.get_text_config().vocab_size
+    if rows > own:
+        raise ValueError(
+            f"The adapter in {folder} was trained with {rows} rows of embeddings, and its base {base.name_or_path!r} has "
+            f"{own}: tokens were added. {WEIGHTS} must hold all rows of the embeddings and of the output head; save the "
+            "adapter with save_pretrained(save_embedding_layers=True), or merge it into its base (PEFT's "
+            "merge_and_unload) and save that, with the tokenizer."
+        )
 
 
 def _differences(base: PreTrainedModel, saved: SavedAdapters, peft_config: PeftConfig) -> dict[str, tuple[Any, Any]]:
@@ -395,6 +458,7 @@ def load_frozen(model: PeftModel, name: str, folder: Path) -> None:
     """
     config = read_config(folder)
     check_patterns(config, model.get_base_model(), folder)
+    _check_rows(model.get_base_model(), config, folder)
     config.lora_dropout = 0.0  # it is never trained
     if name in model.peft_config:
         model.delete_adapter(name)

@@ -26,6 +26,8 @@ NOT_LORA_SETTINGS = {
 """Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
 IDLE = (True, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which the initial policy equals the base model."""
+_EXTENDS = (True, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` with which a new part of an adapter adds nothing, without data."""
 KEPT_BASE = (*IDLE, False)
 """Values of ``init_lora_weights`` that leave the base's weights unchanged."""
 REPEATABLE = ("pissa", "olora")
@@ -254,12 +256,28 @@ def describe(found: dict[str, tuple[Any, Any]]) -> str:
     return "\n".join(lines)
 
 
+def check_extends(wanted: LoraConfig) -> None:
+    """Reject settings to extend an adapter with whose initialization would start from another policy.
+
+    Raises:
+        ValueError: For such an ``init_lora_weights``.
+    """
+    if wanted.init_lora_weights not in _EXTENDS:
+        raise ValueError(
+            f"merge_lora_configs=True extends an adapter that computes the same function as before, and peft_config has "
+            f"init_lora_weights={wanted.init_lora_weights!r}, which would start from another one: such values change the "
+            "base, need data, or give new modules weights that are not zero. Leave init_lora_weights unset, or set it to "
+            "'gaussian' or 'orthogonal'."
+        )
+
+
 def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> LoraConfig:
     """Return the configuration of an adapter that contains both: the larger rank, all modules, other fields of ``wanted``.
 
     Raises:
-        ValueError: If a difference cannot be resolved exactly.
+        ValueError: If a difference cannot be resolved exactly, or new weights would change the function.
     """
+    check_extends(wanted)
     found = differing_settings(base, saved, wanted)
     beyond = {name: found[name] for name in found if name not in RESOLVED}
     if beyond:
@@ -275,6 +293,8 @@ def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) 
         )
     left, right = layers(base, saved), layers(base, wanted)
     config = copy.deepcopy(wanted)
+    if config.init_lora_weights == "orthogonal":  # whose A and B are not zero, and cancel out but for rounding
+        config.init_lora_weights = True
     config.r = max(saved.r, wanted.r)
     names = sorted({*left, *right})
     if saved.rank_pattern or wanted.rank_pattern:

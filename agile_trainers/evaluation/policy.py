@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,7 @@ class VllmSampler:
         base = base_model(policy)
         commit, trusted = getattr(base.config, "_commit_hash", None), bool(init.get("trust_remote_code"))
         saved = find_adapters(model, init.get("revision"))
+        check_stored_rows(base)
         adapter = None if saved is None else (read_weights(saved.folders[POLICY]), saved.config)
         rank = 0 if saved is None else lora_rank(saved.config)
         made = ServedModel(self, policy, tokenizer, (base_source(policy), commit, base.dtype, trusted), adapter, rank)
@@ -243,6 +244,26 @@ def is_quantized(model: str) -> bool:
     except OSError:  # loading it raises the clearer error
         return False
     return "quantization_config" in config
+
+
+def check_stored_rows(base: PreTrainedModel) -> None:
+    """Reject a base that got more rows of embeddings for its adapter: vLLM loads it from its files, without them.
+
+    Raises:
+        ValueError: If it got some.
+    """
+    rows, stored = base.config.get_text_config().vocab_size, dict[str, Any]()
+    with suppress(OSError):  # loading it raises the clearer error
+        stored, _ = PretrainedConfig.get_config_dict(
+            base.name_or_path, revision=getattr(base.config, "_commit_hash", None)
+        )
+    known = stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size") or rows
+    if rows > known:
+        raise ValueError(
+            f"The adapter was trained with {rows} rows of embeddings, and its base {base.name_or_path!r} has {known}: "
+            "tokens were added, which vLLM cannot serve. Evaluate without vLLM, or merge the adapter into its base (PEFT's "
+            "merge_and_unload) and save that, with the tokenizer."
+        )
 
 
 def recorded_settings(model: str) -> dict[str, Any]:

@@ -864,7 +864,7 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
     if highest >= rows:
         raise ValueError(
             f"The tokenizer has token {highest}, but the model has embeddings for {rows} tokens only: they belong to "
-            "different models. Leave processing_class unset to load the model's own tokenizer."
+            "different models, or tokens were added after training. Pass the model's own tokenizer as processing_class."
         )
 
 

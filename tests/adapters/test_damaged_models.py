@@ -98,7 +98,9 @@ def test_a_file_that_was_cut_off(model: Path, name: str, size: int) -> None:
 def test_a_damaged_adapter_is_one_kind_of_error(adapter: Path, damage: tuple[Any, ...]) -> None:
     name, *rest = damage
     change(adapter / name, *rest)
-    with pytest.raises(ValueError, match=rf"{adapter} cannot be loaded|processing class in {adapter}"):
+    with pytest.raises(
+        ValueError, match=rf"{adapter}(/adapter_config.json is damaged| cannot be loaded)|class in {adapter}"
+    ):
         load_model(str(adapter))
 
 

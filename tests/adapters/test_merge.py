@@ -59,6 +59,8 @@ WANTED = {
     "rank-stabilized": {**SAVED, "r": 16, "use_rslora": True},
     "patterns": {**SAVED, "r": 9, "rank_pattern": {"q_proj": 16}, "alpha_pattern": {"layers.1.self_attn.v_proj": 3}},
     "dropout": {**SAVED, "lora_dropout": 0.1},
+    "gaussian": {"r": 16, "lora_alpha": 48, "target_modules": "all-linear", "init_lora_weights": "gaussian"},
+    "orthogonal": {"r": 16, "lora_alpha": 48, "target_modules": "all-linear", "init_lora_weights": "orthogonal"},
 }
 
 
@@ -140,6 +142,15 @@ def test_the_same_settings_said_otherwise_are_the_same(base):
     part = LoraConfig(r=8, target_modules=names, layers_to_transform=[1])
     own, _ = differing_settings(base, LoraConfig(r=8, target_modules="all-linear"), part)["target_modules"]
     assert len(own) == 7 and all(name.startswith("model.layers.0.") for name in own)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "eva", "corda", "lora_ga", "mica", False])
+def test_an_initialization_that_would_change_the_function_is_refused(base, tmp_path, init):
+    folder, _ = save_adapter(base, tmp_path)
+    with pytest.raises(
+        ValueError, match=f"init_lora_weights={init!r}, which would start.*Leave init_lora_weights unset"
+    ):
+        merge(folder, r=8, lora_alpha=12, target_modules=["q_proj", "o_proj"], init_lora_weights=init)
 
 
 def test_what_cannot_be_merged(base):

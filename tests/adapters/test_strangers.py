@@ -589,6 +589,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "targets are numbers": {"target_modules": [1, 2]},
     "targets are a table": {"target_modules": {"q_proj": 1}},
     "saved modules are one text": {"modules_to_save": "lm_head"},
+    "tokens are one number": {"trainable_token_indices": 5},
+    "tokens in words": {"trainable_token_indices": {"embed_tokens": ["5"]}},
     "pattern is a list": {"rank_pattern": ["q_proj"]},
     "pattern of texts": {"alpha_pattern": {"q_proj": "8"}},
     "base is a list": {"base_model_name_or_path": ["a", "b"]},

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from trl import DPOConfig, SFTConfig
 
+from agile_trainers.adapters.lora_settings import check_extends
 from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
@@ -251,6 +252,9 @@ def _check_lora(stages: list[Stage], lora: LoraConfig | None) -> None:
                 f"stage {stage.name!r}: `lora` differs from that of the adapter that is there before it. Remove it, or set "
                 "`merge_lora_configs: true`, with which the adapter is extended."
             )
+        if merges and stage.lora is not None and (before is None or stage.lora.to_dict() != before.to_dict()):
+            with naming_place(f"stage {stage.name!r}"):
+                check_extends(stage.lora)
         before = None if merges else stage.lora or before or lora
 
 
