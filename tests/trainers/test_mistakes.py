@@ -263,7 +263,7 @@ def test_a_word_that_the_tokenizer_lacks(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model(embedded_model: Path, tmp_path: Path) -> None:
     model = make_embedded_model(tmp_path / "model", words=["start", "[UNK]"])
-    with pytest.raises(ValueError, match=r"embeddings for \d+ tokens only.*the model's own tokenizer as processing_class"):
+    with pytest.raises(ValueError, match=r"embeddings for \d+ tokens only.*own tokenizer as processing_class"):
         MultiTurnGRPOTrainer(
             model, args=MultiTurnGRPOConfig(**settings(tmp_path / "out")), environment=Chatter,
             processing_class=AutoTokenizer.from_pretrained(embedded_model),
